@@ -122,6 +122,7 @@ def runs(arguments) -> int:
 def show(arguments) -> int:
     """Show one run: how it ended, its verdicts, parameters and files."""
     from nsa.workbook.record import load, status_now
+    from nsa.workbook.results import StoredRun
     from nsa.workbook.store import Run, open_store
 
     found = Run(open_store(arguments.runs).find(arguments.run))
@@ -132,6 +133,8 @@ def show(arguments) -> int:
     lasted = "" if seconds is None else f", {seconds} s"
     print(f"  started  {record.get('started')}{lasted}")
     print(f"  rows     {len(found.metrics())} in metrics.csv")
+    stored = StoredRun(found.folder, record)
+    print("\n".join(f"  note     {line}" for line in (str(stored.age()), *stored.labels)))
     parameters = found.folder / "parameters.yaml"
     if parameters.is_file():
         print("  parameters\n    " + parameters.read_text().strip().replace("\n", "\n    "))
@@ -152,7 +155,7 @@ def keep(arguments) -> int:
 
 
 def judge(arguments) -> int:
-    """Judge the aims of stored runs again by today's rules: of the same rows and in the same
+    """Judge the claims of stored runs again by today's rules: of the same rows and in the same
     words. A changed verdict says what it was, and the commit that judged it."""
     from nsa.workbook.store import Run, open_store
 
@@ -168,7 +171,7 @@ def judge(arguments) -> int:
 
 
 def _aims(run) -> list:
-    """The claims of a run's notebook that its records alone decide and that may be missed."""
+    """The claims of a run's notebook that its records alone decide."""
     match run.id[:2]:
         case "02":
             from nsa.experiments.comparison.claims import aims
@@ -181,7 +184,8 @@ def _aims(run) -> list:
         case "07" if (run.folder / "selfcheck.json").is_file():
             from nsa.experiments.selfcheck import claims, judged
 
-            return claims.should_hold(judged.read([run.folder / "selfcheck.json"]))
+            rows = judged.read([run.folder / "selfcheck.json"])
+            return [*claims.must_hold(rows), *claims.should_hold(rows)]
     raise ValueError(f"{run.id} has no aims that its records decide; runs of 02, 04 and 07 have")
 
 
@@ -255,6 +259,7 @@ def decide(arguments) -> int:
         print(f"  = {decided.conclusion}")
         for rule in rules:
             print(f"  {rule}")
+            print("".join(f"      evidence {age}\n" for age in rule.ages), end="")
             print("".join(f"      {arguments.runs}/{one}\n" for one in rule.answer.where), end="")
     return GOOD if decision.verdict(rules) == "GO" else FAILED
 

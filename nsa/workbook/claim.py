@@ -1,6 +1,6 @@
 """What a notebook says of its own rows."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,11 @@ from typing import Any
 # with these parameters, cannot tell.
 VERDICTS = ("FAIL", "AIM MISSED", "INCONCLUSIVE", "PASS", "NOT APPLICABLE")
 UNDECIDED = ("INCONCLUSIVE", "NOT APPLICABLE")
+# How a measurement may end that is an answer, though it is no number. Any other end without a value
+# is a point that nobody measured.
+ANSWERS = ("declined", "oom", "refused")
+NAMED = 4  # points of a sentence that are named
+LACKS = "; not measured: "  # stands between a sentence and the points that it lacks
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,16 @@ class Claim:
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.claim}"
+
+    def over(self, unmeasured: Iterable[object]) -> "Claim":
+        """The claim, whose points are all measured but these: one that would pass is INCONCLUSIVE
+        and names them. What the measured ones refute stays refuted, for one of them is enough."""
+        lost = list(dict.fromkeys(map(str, unmeasured)))
+        if not lost or self.verdict != "PASS":
+            return self
+        named = "; ".join(lost[:NAMED]) + f" and {len(lost) - NAMED} more" * (len(lost) > NAMED)
+        evidence = {"found": self.evidence, "not measured": lost}
+        return Claim(f"{self.claim}{LACKS}{named}", "INCONCLUSIVE", evidence)
 
     @classmethod
     def undecided(cls, sentence: str, why: str, evidence: Any = None) -> "Claim":
@@ -44,15 +59,17 @@ def aim_of(reached: bool) -> str:
 
 
 def different_programs(
-    served: Mapping[str, Hashable], evidence: Any, what: str, planned: int
+    served: Mapping[str, Hashable], evidence: Any, what: str, planned: Mapping[str, str]
 ) -> Claim:
     """That no two of these have equal path witnesses: a program would be compared with itself.
-    planned: how many were to run."""
-    if planned == 1:
+    planned: how each that was to run ended, by name."""
+    if len(planned) == 1:
         return Claim.not_here(f"{what} are different programs", "this run is of one")
     different = len(set(served.values()))
-    return Claim(
+    claim = Claim(
         f"the {len(served)} {what} that ran are {different} different programs",
         verdict_of(different == len(served)) if len(served) > 1 else "INCONCLUSIVE",
         evidence,
     )
+    lost = (name for name, ended in planned.items() if ended not in ANSWERS)
+    return claim.over(name for name in lost if name not in served)

@@ -1,9 +1,13 @@
 """Which notebook is meant, what it asks, and the id that makes a rerun a cache hit."""
 
 import hashlib
+import io
 import json
 import re
-from pathlib import Path
+import subprocess
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path, PurePath, PurePosixPath
 
 from nsa.spelling import nearest
 
@@ -70,12 +74,35 @@ def run_id(
 
 def source(notebook: str | Path) -> str:
     """Hash of what runs: what the notebook's cells say (not their outputs), all of the package."""
+    files = {path.relative_to(PACKAGE): path.read_bytes() for path in PACKAGE.rglob("*.py")}
+    return _digest(read_cells(notebook), files)
+
+
+def source_at(commit: str, notebook: str, top: str | Path = PACKAGE.parent) -> str | None:
+    """What `source` gives in that commit's tree, of the notebook of that name; None where git has
+    no such commit, or it has no such notebook."""
+    package, book = PACKAGE.name, f"notebooks/{notebook}.ipynb"
+    try:
+        archive = subprocess.run(
+            ["git", "-C", str(top), "archive", "--format=tar", commit, package, book],
+            capture_output=True, check=True, timeout=60,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        files = {PurePosixPath(m.name): tar.extractfile(m).read() for m in tar if m.isfile()}
+    cells = json.loads(files.pop(PurePosixPath(book)))["cells"]
+    code = {p.relative_to(package): files[p] for p in files if p.suffix == ".py"}
+    return _digest(cells, code)
+
+
+def _digest(cells: list[dict], files: Mapping[PurePath, bytes]) -> str:
     digest = hashlib.sha256()
-    for cell in read_cells(notebook):
+    for cell in cells:
         tags = sorted(cell.get("metadata", {}).get("tags", []))
         digest.update(json.dumps([cell.get("cell_type"), "".join(cell["source"]), tags]).encode())
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted(files):
+        digest.update(path.as_posix().encode() + b"\0" + files[path])
     return digest.hexdigest()[:16]
 
 

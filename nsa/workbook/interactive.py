@@ -27,8 +27,9 @@ def open_run(notebook: Path, values: dict[str, Any]) -> Path:
 
     _end("the notebook was run again before its last cell")
     facts = environment.snapshot(values.get("seed"))
-    name = f"{notebook.stem}-{identity.run_id(notebook, values, facts)}"
-    planned = Planned(notebook, values, values, facts, name)
+    source = identity.source(notebook)
+    name = f"{notebook.stem}-{identity.run_id(notebook, values, facts, source)}"
+    planned = Planned(notebook, values, values, facts, name, source)
     folder, kept = open_folder(runs_of(notebook), planned, **{SESSION: _named(notebook)})
     code = [cell for cell in identity.read_cells(notebook) if cell.get("cell_type") == "code"]
     live = _Live(kept, get_ipython(), code[-1])

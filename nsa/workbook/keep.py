@@ -13,7 +13,7 @@ from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import judge
 from nsa.lab.verdict.explain import page
 from nsa.lab.watch.evidence import Evidence, thinned
-from nsa.workbook import environment, metrics
+from nsa.workbook import environment, identity, metrics
 from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.record import load
 
@@ -31,14 +31,15 @@ NOT_KEPT = ("report.html", "kernel.log", "trials")  # of a run
 def keep(folder: str | Path) -> list[str]:
     """Make a run's trials small and add what of the run is evidence to git; told in lines.
 
-    ValueError for a run that was not made with `--evidence`, whose trials cannot be made small, or
-    that names trials that are not there.
+    ValueError for a run that was not made with `--evidence`, of which git does not know that its
+    commit is what ran, whose trials cannot be made small, or that names trials that are not there.
     """
     folder = Path(folder)
     if not load(folder).get("evidence"):
         raise ValueError(
             f"{folder.name} was not made from a clean commit: run it with `nsa run --evidence`"
         )
+    check_source(folder)
     told = trials(folder)
     if lost := lost_ids(folder):
         raise ValueError(f"{folder.name} names {len(lost)} trials that are gone: {lost[:LOST]}")
@@ -50,6 +51,25 @@ def keep(folder: str | Path) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True)
     why = (done.stderr.strip().splitlines() or ["no git"])[0]
     return [*told, f"not added to git: {why}" if done.returncode else f"added to git: {folder}"]
+
+
+def check_source(folder: Path, top: Path = environment.PACKAGE.parent) -> None:
+    """ValueError unless what ran is what git has in the commit that the run names: where the files
+    had come without their history, NSA_COMMIT was taken at its word."""
+    record = load(folder)
+    commit = (read_json(folder / "environment.json", {}).get("git") or {}).get("commit") or ""
+    there = identity.source_at(commit, str(record.get("notebook")), top)
+    if there is None:
+        raise ValueError(
+            f"{folder.name} names commit {commit[:12] or 'unknown'}, which git does not know in "
+            f"{top}, or which has no such notebook: fetch it, or run it again from a commit"
+        )
+    if record.get("source") != there:
+        raise ValueError(
+            f"{folder.name} ran source {record.get('source', 'of no known hash')}, and commit "
+            f"{commit[:12]} is {there}: run it again from that commit's files, with NSA_COMMIT as "
+            "`git rev-parse HEAD` says it where they are from"
+        )
 
 
 def trials(folder: Path) -> list[str]:

@@ -2,9 +2,12 @@
 
 import contextlib
 import json
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, product
 from pathlib import Path
 
 from nsa.spelling import nearest
+from nsa.workbook.claim import ANSWERS
 from nsa.workbook.files import plain
 
 NUMBERS = ("x_value", "median", "q20", "q80")
@@ -89,3 +92,28 @@ def model_name(config: dict) -> str:
     name, layers = str(config.get("preset") or config.get("model") or ""), config.get("layers")
     depth = f"{layers} layer{'s' if layers != 1 else ''}" if layers else ""
     return ", ".join(filter(None, (name, depth)))
+
+
+def unmeasured(rows, *axes: Sequence[str], of: Mapping[str, Collection] | None = None) -> list[str]:
+    """Names of the points that a claim lacks.
+
+    rows: with `outcome` as a column, and without a median where there is no value. of: the claim
+    speaks only of rows with these values in these columns. Lacking is a row without a median that
+    did not end in an answer, and a point of the grid that has no row: an axis is a list of columns,
+    its places are what all the rows have in them, the grid is their product.
+    """
+    of, mine = of or {}, rows
+    for name, values in of.items():
+        mine = mine[mine[name].isin(values)]
+    columns = [*chain(*axes), *of]
+    lost = mine[mine["median"].isna() & ~mine["outcome"].isin(ANSWERS)]
+    there = dict.fromkeys(_points(mine, columns))
+    places = [dict.fromkeys(_points(rows, axis)) for axis in axes]
+    places += [dict.fromkeys(_points(mine, [name])) for name in of]
+    grid = (tuple(chain(*point)) for point in product(*places))
+    points = [*_points(lost, columns), *(point for point in grid if point not in there)]
+    return [", ".join(str(value) for value in point if value != "") for point in points]
+
+
+def _points(rows, columns: Sequence[str]) -> list[tuple]:
+    return list(zip(*(rows[name] for name in columns), strict=True))

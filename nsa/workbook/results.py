@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nsa.workbook import metrics, parameters, store
-from nsa.workbook.claim import UNDECIDED, Claim
+from nsa.workbook import age, metrics, parameters, store
+from nsa.workbook.claim import UNDECIDED, VERDICTS, Claim
 from nsa.workbook.files import read_json
 from nsa.workbook.record import load, status_now
 
@@ -52,6 +52,39 @@ class StoredRun:
     def opens(self, path: Path) -> str:
         """A file or folder of the run, below the runs' root."""
         return path.relative_to(self.folder.parent.parent).as_posix()
+
+    @cached_property
+    def device(self) -> str:
+        """On what its rows were measured, in words; "" where it has none."""
+        return " and ".join(sorted({row["device"] for row in self.rows} - {""}))
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return read_json(self.folder / "environment.json", {})
+
+    @property
+    def commit(self) -> str:
+        """Of the source that ran, "" where nobody knows: as NSA_COMMIT told it, for git's own may
+        be of another tree, over which that source was laid."""
+        told = (self.environment.get("variables") or {}).get("NSA_COMMIT")
+        return str(told or (self.environment.get("git") or {}).get("commit") or "")
+
+    def age(self, at: str = "HEAD") -> age.Age:
+        return age.since(self.commit, at)
+
+    @property
+    def labels(self) -> list[str]:
+        """What a reader has to know of it as evidence: lines of its notes.txt, and what its records
+        lack."""
+        notes = self.folder / "notes.txt"
+        lines = notes.read_text(encoding="utf-8").splitlines() if notes.is_file() else []
+        git = (self.environment.get("git") or {}).get("commit")
+        if not lines and git and git != self.commit:
+            lines = [f"its rows name {git[:12]}, NSA_COMMIT {self.commit[:12]}"]
+        lines += ["its commit is unknown"] * (not self.commit)
+        lines += ["not marked as evidence"] * (not self.record.get("evidence"))
+        lines += ["it has no rows"] * (not self.rows)
+        return lines + ["it has no verdicts"] * (not self.sentences)
 
     @property
     def metrics(self) -> str:
@@ -106,8 +139,11 @@ class Stored:
 
     def __init__(self, folders: Iterable[Path], live: store.Run | None = None):
         found = [StoredRun(folder, load(folder)) for folder in folders]
-        ended = [r for r in found if status_now(r.record) == "ok" or _refuted(r.folder, r.record)]
-        self.runs = sorted(ended, key=lambda r: str(r.record.get("started")), reverse=True)
+        found.sort(key=lambda run: str(run.record.get("started")), reverse=True)
+        self.runs = [
+            r for r in found if status_now(r.record) == "ok" or _refuted(r.folder, r.record)
+        ]
+        self.broken_off = [run for run in found if run not in self.runs]
         if live is not None:
             self.runs.insert(0, StoredRun(live.folder, {"notebook": live.notebook}))
 
@@ -118,15 +154,18 @@ class Stored:
     def sentence(
         self, notebook: str, pattern: str, among: Callable[[StoredRun], bool] = lambda run: True
     ) -> Sentence | None:
-        """The newest sentence that begins so and is decided; else the newest; else None."""
-        found = [
-            sentence
-            for run in filter(among, self.of(notebook))
-            for sentence in run.sentences
-            if re.match(pattern, sentence.claim)
-        ]
-        decided = [sentence for sentence in found if sentence.verdict not in UNDECIDED]
-        return next(iter([*decided, *found]), None)
+        """Of the newest sentence of each device that begins so and is decided the worst; else the
+        newest; else None. What one device refutes, another's newer run does not mend."""
+        found: list[Sentence] = []
+        decided: dict[str, Sentence] = {}
+        for run in filter(among, self.of(notebook)):
+            mine = [s for s in run.sentences if re.match(pattern, s.claim)]
+            found += mine
+            for one in mine:
+                if one.verdict not in UNDECIDED:
+                    decided.setdefault(run.device, one)
+        worst = sorted(decided.values(), key=lambda one: VERDICTS.index(one.verdict))
+        return next(iter([*worst, *found]), None)
 
     def rows(
         self, notebook: str, wanted: Callable[[dict[str, Any]], bool], **columns: Any
@@ -164,40 +203,54 @@ def _refuted(folder: Path, record: dict[str, Any]) -> bool:
     return failed and store.overall(read_json(folder / "verdicts.json", [])) == "FAIL"
 
 
-def page(stored: Stored, root: str | Path = "runs", beside: str | Path = ".") -> str:
+def page(stored: Stored, root: str | Path = "runs", beside: str | Path = ".", at: str = "") -> str:
     """RESULTS.md: of each notebook, newest run first, every sentence with its verdict and links.
 
-    A sentence that a newer run decides is left to that one, and one that nobody decides stands
-    once. Those that name no evidence stand apart. Links are relative to the folder `beside`.
+    A sentence gives way to the same one of a newer run of the same device and parameters, if that
+    decides it or it was not decided here, and the run says so. Those that name no evidence stand
+    apart, and so do runs that broke off. Links are relative to the folder `beside`. at: the commit
+    as of which the evidence's age is told, the last that touched that code where it is empty.
     """
-    to = Path(os.path.relpath(root, beside)).as_posix()
-    lines = [*HEADER.splitlines(), ""]
+    to, at = Path(os.path.relpath(root, beside)).as_posix(), at or age.newest()
+    as_of = f"up to commit {at[:12]}" if at else "which is unknown outside of a checkout"
+    lines = [*HEADER.format(words=age.WORDS, as_of=as_of).splitlines(), ""]
     bare: list[str] = []
     for notebook in sorted({run.notebook for run in stored.runs}):
         runs = stored.of(notebook)
-        decided = {s.key for run in runs for s in run.sentences if s.verdict not in UNDECIDED}
         lines += [f"## {notebook}", "", runs[0].record.get("question", ""), ""]
-        told: set[str] = set()
+        newer: dict[str, list[StoredRun]] = {}
         for run in runs:
-            keys = [s.key for s in run.sentences]
-            fresh = [
-                s
-                for s in run.sentences
-                if keys.count(s.key) > 1 or s.key not in told
-                if s.verdict not in UNDECIDED or s.key not in decided
-            ]
-            told |= {s.key for s in fresh}
+            same = newer.setdefault(json.dumps([run.device or str(run.folder), run.parameters]), [])
+            gone = {s.key: by for s in run.sentences if (by := _superseding(s, same))}
+            same.append(run)
+            fresh = [s for s in run.sentences if s.key not in gone]
             bare += [f"| {s.verdict} | {_cell(s.claim)} | {_link(run, to)} |" for s in fresh
                      if not s.evidence]  # fmt: skip
+            lines += [f"{_link(run, to)}, {_about(run, at)}.", ""]
             with_evidence = [s for s in fresh if s.evidence]
             if with_evidence:
-                lines += [f"{_link(run, to)}, {_about(run)}.", "", *TABLE]
-                lines += [_row(s, to) for s in with_evidence]
-                lines += [""]
+                lines += [*TABLE, *(_row(s, to) for s in with_evidence), ""]
+            for by in same[:-1]:
+                if count := sum(one is by for one in gone.values()):
+                    lines += [f"{count} of its sentences are told anew by {_link(by, to)}.", ""]
     if bare:
         lines += ["## Without evidence", "", WITHOUT, "", "| verdict | sentence | run |",
                   "|---|---|---|", *bare, ""]  # fmt: skip
+    if stored.broken_off:
+        lines += ["## Broken off", "", BROKEN_OFF, ""]
+        for run in stored.broken_off:
+            why = run.record.get("message") or "nobody said why"
+            lines += [f"- {_link(run, to)}, {status_now(run.record)}, {why}; {_about(run, at)}"]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _superseding(sentence: Sentence, newer: list[StoredRun]) -> StoredRun | None:
+    """The newest of these runs that says the same, where it counts for more."""
+    for run in newer:
+        mine = [s for s in run.sentences if s.key == sentence.key]
+        if len(mine) == 1 and (mine[0].verdict not in UNDECIDED or sentence.verdict in UNDECIDED):
+            return run
+    return None
 
 
 HEADER = """\
@@ -205,9 +258,13 @@ HEADER = """\
 
 Written by `nsa results`, by hand never. Every sentence is a claim of a stored run, and its verdict
 was computed there: `evidence` opens what it was computed from, an id the folder of a trial, which
-`nsa explain ID` prints. `nsa decide` says what follows for hung, slow or wrong, and GO or NO-GO."""
+`nsa explain ID` prints. It gives way only to the same sentence of a newer run of the same device
+and parameters, and its run says how often. `nsa decide` says what follows for hung, slow or wrong,
+and GO or NO-GO. What changed in {words} since a run stands with it,
+{as_of}."""
 TABLE = ("| verdict | sentence | opens |", "|---|---|---|")
 WITHOUT = "Claims that name no evidence: what was not measured in the run, and nothing that counts."
+BROKEN_OFF = "Runs that did not reach their end. What they say does not count."
 
 
 def _row(sentence: Sentence, to: str) -> str:
@@ -230,11 +287,11 @@ def _link(run: StoredRun, to: str) -> str:
     return f"[{run.folder.name}]({to}/{run.folder.parent.name}/{run.folder.name})"
 
 
-def _about(run: StoredRun) -> str:
-    """Device, torch and commit, of its rows where it has any."""
+def _about(run: StoredRun, at: str) -> str:
+    """Device, torch and commit, of its rows where it has any; its age and its labels."""
     facts = {
         name: sorted({r[name] for r in run.rows} - {""}) for name in ("device", "torch", "commit")
     }
     told = [", ".join(values) for values in facts.values() if values] or ["no rows"]
     when = str(run.record.get("started"))[:10]
-    return "; ".join([*told, when])
+    return "; ".join([*told, when, str(run.age(at)), *run.labels])

@@ -23,13 +23,15 @@ CUT = ("interrupted", "terminated")  # from outside, and to be run again
 
 @dataclass(frozen=True)
 class Planned:
-    """A run whose input is right and of which nothing is written; `name` is its folder's."""
+    """A run whose input is right and of which nothing is written; `name` is its folder's, `source`
+    the hash of what runs."""
 
     notebook: Path
     given: dict[str, Any]
     full: dict[str, Any]
     environment: dict[str, Any]
     name: str
+    source: str
 
 
 def plan_run(
@@ -47,8 +49,9 @@ def plan_run(
     if not checked:
         parameters.check_together(notebook)(full)
     snapshot = environment.snapshot(full.get("seed"))
-    name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot)}"
-    return Planned(notebook, given, full, snapshot, name)
+    source = identity.source(notebook)
+    name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot, source)}"
+    return Planned(notebook, given, full, snapshot, name, source)
 
 
 def open_folder(root: str | Path, planned: Planned, **facts: Any) -> tuple[Path, Record]:
@@ -61,7 +64,7 @@ def open_folder(root: str | Path, planned: Planned, **facts: Any) -> tuple[Path,
     write_atomically(folder / "parameters.yaml", settings)
     write_json(folder / "environment.json", planned.environment)
     question = identity.question(planned.notebook)
-    return folder, Record(folder, planned.notebook.stem, question, **facts)
+    return folder, Record(folder, planned.notebook.stem, question, source=planned.source, **facts)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 from nsa.lab.progress import session
 from nsa.spelling import choice, nearest
 from nsa.workbook import environment, looks, metrics
-from nsa.workbook.claim import VERDICTS, Claim
+from nsa.workbook.claim import LACKS, VERDICTS, Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.parameters import of_kernel
 from nsa.workbook.record import load, status_now
@@ -162,16 +162,20 @@ class Run:
 
     def judge_again(self, claims: Iterable[Claim]) -> list[dict]:
         """Stored sentences get the verdicts that `claims` of the same rows have by today's rules;
-        those that changed. A sentence must be the same to the letter, so its numbers are. Each
-        keeps the verdict that it `was`, and the commit and day of its new judge.
+        those that changed. A sentence must be the same to the letter, so its numbers are; what was
+        not measured may be said after it. Each keeps the verdict that it `was`, and the commit and
+        day of its new judge.
         """
-        now = {claim.claim: claim.verdict for claim in claims}
+        now = {claim.claim.partition(LACKS)[0]: claim for claim in claims}
         facts, entries, changed = environment.provenance(environment.snapshot()), [], []
         for entry in self.verdicts():
-            verdict = now.get(entry["claim"], entry["verdict"])
-            if verdict != entry["verdict"]:
+            claim = now.get(entry["claim"].partition(LACKS)[0])
+            if claim and claim.verdict != entry["verdict"]:
                 by = {"commit": facts["commit"], "date": environment.utc_now()}
-                entry |= {"verdict": verdict, "was": entry["verdict"], "judged_again": by}
+                entry |= {"was": entry["verdict"], "judged_again": by}
+                if LACKS in claim.claim:
+                    entry |= {"claim": claim.claim, "evidence": claim.evidence}
+                entry |= {"verdict": claim.verdict}
                 changed.append(entry)
             entries.append(entry)
         if changed:

@@ -108,7 +108,7 @@ def opened(tmp_path):
     """A committed notebook, the folder of a run that its kernel has made, and what Lab shows."""
     path = write_notebook(tmp_path / "notebooks" / "tiny.ipynb", SET_UP, MEASURE, JUDGE)
     in_git(tmp_path)
-    planned = Planned(path, {}, {}, {}, "tiny-12345678")
+    planned = Planned(path, {}, {}, {}, "tiny-12345678", "")
     facts = {interactive.SESSION: interactive._named(path)}
     folder, record = open_folder(tmp_path / "runs", planned, **facts)
     shown = nbformat.read(path, as_version=4)

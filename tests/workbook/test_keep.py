@@ -14,7 +14,7 @@ from verdict_cases import still
 from nsa.cli import main as cli
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import judge
-from nsa.workbook import environment, keep, run
+from nsa.workbook import environment, identity, keep, run
 from nsa.workbook.files import read_json, write_json
 from nsa.workbook.record import load
 
@@ -34,6 +34,7 @@ def hung():
 def kept_run(tmp_path, monkeypatch):
     """A run whose verdict names two trials by their ids, and a sweep's cell."""
     monkeypatch.setattr(keep, "GOOD", 12 * keep.KIB)
+    monkeypatch.setattr(keep, "check_source", lambda folder: None)  # has a test of its own
     folder = tmp_path / "runs" / "2026-12-01" / "03_step5-aaaaaaaa"
     ledger, evidence = Ledger(folder / "trials" / "step5"), hung()
     for id in (ID, OTHER, DIGITS):
@@ -221,3 +222,33 @@ def test_a_run_is_refused_before_it_starts_or_is_evidence_and_only_such_a_one_is
     told = [load(one.folder)["evidence"] for one in (first, second)]
     assert told == [False, True]
     assert start(evidence=True).folder == second.folder and start().cached
+
+
+@pytest.mark.processes
+def test_what_ran_is_held_against_the_commit_that_the_run_names(tree, monkeypatch):
+    book = "notebooks/01.ipynb"
+    write_notebook(tree / book, SET_UP)
+    for words in (("add", "-A"), ("-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "b")):
+        subprocess.run(["git", "-C", tree, *words], check=True)
+    told = subprocess.run(["git", "-C", tree, "rev-parse", "HEAD"], capture_output=True, text=True)
+    commit = told.stdout.strip()
+    monkeypatch.setattr(identity, "PACKAGE", tree / "nsa")
+    ran = identity.source(tree / book)
+    folder = tree / "runs" / "01-aaaaaaaa"
+    folder.mkdir(parents=True)
+
+    def names(commit, **record):
+        git = {"commit": commit, "dirty": None}
+        write_json(folder / "environment.json", {"git": git})
+        write_json(folder / "record.json", {"notebook": "01", "evidence": True, **record})
+        keep.check_source(folder, tree)
+
+    names(commit, source=ran)
+    for source in ({"source": "0" * 16}, {}):
+        with pytest.raises(ValueError, match=rf"and commit {commit[:12]} is {ran}: run it again"):
+            names(commit, **source)
+    for unknown in ("c" * 40, ""):
+        with pytest.raises(ValueError, match="which git does not know"):
+            names(unknown, source=ran)
+    (tree / "nsa" / "new.py").write_text("changed = True\n")
+    assert identity.source(tree / book) != ran == identity.source_at(commit, "01", tree)

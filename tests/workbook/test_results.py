@@ -11,9 +11,18 @@ from stored_runs import store_run
 pytest.importorskip("pandas")
 
 from nsa.cli import main as cli
+from nsa.workbook import age
 from nsa.workbook.results import Stored, committed, open_stored, page
 
 ID = "0123456789ab"
+
+
+@pytest.fixture(autouse=True)
+def no_history(request, monkeypatch):
+    """Git is asked for no ages, but where a test starts processes."""
+    if not request.node.get_closest_marker("processes"):
+        monkeypatch.setattr(age, "newest", lambda: "d" * 40)
+        monkeypatch.setattr(age, "since", lambda commit, at="HEAD": age.Age(commit))
 
 
 def links(text, beside):
@@ -53,7 +62,10 @@ def test_each_sentence_opens_its_evidence_and_the_trials_that_the_run_carries(tm
     (row,) = [line for line in text.splitlines() if "it hangs" in line]
     assert f"/trials/{ID})" in row and "1 of its trials are not carried" in row
     assert told(text)["it is fast: 9 s"] == "FAIL"
-    assert "NVIDIA H200; 2.11.0; cccccccccccc; 2026-11-01." in text and "\nWhy?\n" in text
+    assert (
+        "NVIDIA H200; 2.11.0; cccccccccccc; 2026-11-01; of cccccccccccc" in text
+        and "\nWhy?\n" in text
+    )
 
 
 def test_the_newest_run_that_decides_a_sentence_tells_it_and_what_nobody_decides_is_told_once(
@@ -63,10 +75,44 @@ def test_the_newest_run_that_decides_a_sentence_tells_it_and_what_nobody_decides
     new = [("FAIL", "it is fast: 99 s"), ("INCONCLUSIVE", "it is small: not decided, why"),
            ("INCONCLUSIVE", "open: b")]  # fmt: skip
     store_run(tmp_path, "01_tiny", old)
-    store_run(tmp_path, "01_tiny", new, started="2026-11-02")
-    found = told(page(open_stored(tmp_path), tmp_path, tmp_path))
-    assert found == {"it is fast: 99 s": "FAIL", "it is small: 3 GiB": "PASS",
-                     "open: b": "INCONCLUSIVE"}  # fmt: skip
+    newer = store_run(tmp_path, "01_tiny", new, started="2026-11-02")
+    text = page(open_stored(tmp_path), tmp_path, tmp_path)
+    assert told(text) == {"it is fast: 99 s": "FAIL", "it is small: 3 GiB": "PASS",
+                          "it is small: not decided, why": "INCONCLUSIVE",
+                          "open: b": "INCONCLUSIVE"}  # fmt: skip
+    assert f"2 of its sentences are told anew by [{newer.name}]" in text
+
+
+@pytest.mark.parametrize(
+    "other", [{"gpu": "cpu"}, {"gpu": "NVIDIA H100"}, {"parameters": {"steps": 2}}]
+)
+def test_no_run_of_another_device_or_other_parameters_takes_a_sentence_away(tmp_path, other):
+    store_run(tmp_path, "01_tiny", [("FAIL", "it is fast: 99 s")])
+    store_run(tmp_path, "01_tiny", [("PASS", "it is fast: 1 s")], started="2026-11-02", **other)
+    stored = open_stored(tmp_path)
+    text = page(stored, tmp_path, tmp_path)
+    assert told(text) == {"it is fast: 99 s": "FAIL", "it is fast: 1 s": "PASS"}
+    assert "told anew" not in text
+    if "gpu" in other:
+        assert stored.sentence("01", "it is fast").verdict == "FAIL"
+
+
+def test_what_is_unknown_of_a_run_or_was_never_said_stands_with_it(tmp_path):
+    known = store_run(tmp_path, "01_tiny", [("PASS", "it is fast: 9 s")], evidence=True)
+    bare = store_run(tmp_path, "01_tiny", started="2026-11-02")
+    (bare / "metrics.csv").unlink()
+    (bare / "environment.json").unlink()
+    (bare / "notes.txt").write_text("its host was slow\n")
+    lost = store_run(tmp_path, "01_tiny", started="2026-11-03", status="killed", message="SIGTERM")
+    text = page(open_stored(tmp_path), tmp_path, tmp_path)
+    lines = {f.name: next(x for x in text.splitlines() if x.lstrip("- ").startswith(f"[{f.name}]"))
+             for f in (known, bare, lost)}  # fmt: skip
+    assert "which git has not here" in lines[known.name] and "not marked" not in lines[known.name]
+    for label in ("no rows", "of no known commit", "its host was slow", "its commit is unknown",
+                  "not marked as evidence", "it has no rows", "it has no verdicts"):  # fmt: skip
+        assert label in lines[bare.name]
+    assert "killed, SIGTERM" in lines[lost.name] and "it has no verdicts" in lines[lost.name]
+    assert text.index("## Broken off") < text.index(f"[{lost.name}]")
 
 
 def test_a_claim_without_evidence_stands_apart(tmp_path):
@@ -103,9 +149,14 @@ def test_the_page_in_the_checkout_is_what_its_runs_say_and_all_of_it_opens():
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         pytest.skip("no checkout: nothing tells what is committed")
     text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    wanted = page(Stored(committed(ROOT / "runs")), ROOT / "runs", ROOT)
+    at = re.search(r"^up to commit ([0-9a-f]{12})\.$", text, re.M)[1]
+    runs = Stored(committed(ROOT / "runs"))
+    if not age.since(runs.runs[0].commit, at).known:
+        pytest.skip("a shallow clone: git has no history to tell ages by")
+    wanted = page(runs, ROOT / "runs", ROOT, at)
     assert text == wanted, "write it anew: nsa results --committed --into RESULTS.md"
     assert opens(text, ROOT) > 100
+    assert all(f"[{run.folder.name}]" in text for run in (*runs.runs, *runs.broken_off))
 
 
 @pytest.mark.processes

@@ -403,3 +403,34 @@ def test_a_run_is_judged_again_in_the_same_words_alone(run):
     assert first["evidence"] == {"ms": 2.3} and first["judged_again"].keys() == {"commit", "date"}
     assert second["verdict"] == "PASS" and "was" not in second
     assert run.judge_again(now) == []
+    lacking = [Claim("it ran", "PASS", {}).over(["T 8192"])]
+    (changed,) = run.judge_again(lacking)
+    assert changed["claim"] == "it ran; not measured: T 8192" and changed["was"] == "PASS"
+    assert changed["evidence"] == {"found": {}, "not measured": ["T 8192"]}
+    assert run.judge_again(lacking) == []
+
+
+def test_a_claim_that_lacks_points_names_them_and_does_not_pass():
+    points = [f"T {2**i}" for i in range(12, 18)]
+    lacking = Claim("it is fast", "PASS", {"ms": 1}).over(points)
+    named = "T 4096; T 8192; T 16384; T 32768 and 2 more"
+    assert str(lacking) == f"INCONCLUSIVE: it is fast; not measured: {named}"
+    assert lacking.evidence == {"found": {"ms": 1}, "not measured": points}
+    for verdict in ("FAIL", "AIM MISSED", "INCONCLUSIVE", "NOT APPLICABLE"):
+        claim = Claim("it is fast", verdict, {})
+        assert claim.over(points) == claim
+    assert Claim("it is fast", "PASS", {}).over([]).verdict == "PASS"
+
+
+def test_points_without_a_value_or_a_row_are_named_but_for_those_that_answered():
+
+    ends = {("a", 1): "ok", ("a", 2): "not run", ("b", 1): "oom", ("c", 1): "ok", ("c", 2): "ok"}
+    rows = pandas.DataFrame(
+        [{"name": n, "at": t, "outcome": end, "median": 1.0 if end == "ok" else float("nan")}
+         for (n, t), end in ends.items()]
+    )  # fmt: skip
+    assert metrics.unmeasured(rows, ["at"], ["name"]) == ["2, a", "2, b"]
+    assert metrics.unmeasured(rows, ["at"], of={"name": ["a"]}) == ["2, a"]
+    assert metrics.unmeasured(rows, ["at"], of={"name": ["b", "d"]}) == ["2, b"]
+    assert metrics.unmeasured(rows, ["at", "name"]) == ["2, a"]  # what was planned is not known
+    assert metrics.unmeasured(rows[rows["name"] == "c"], ["at"], ["name"]) == []

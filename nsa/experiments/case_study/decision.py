@@ -4,7 +4,7 @@ Two subjects: the case study's loop, rebuilt, and today's system. Every answer i
 and rows of stored runs and says where; the same runs give the same answers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nsa.experiments.case_study import answers
 from nsa.experiments.case_study.answers import NOTHING, Answer, Ask, all_hold, negated, of_late
@@ -13,6 +13,7 @@ from nsa.workbook.identity import PACKAGE
 from nsa.workbook.results import Stored, open_stored
 from nsa.workbook.store import Run
 
+RIGHT = "attention is attention"  # the rule that other code makes stale
 SUBJECTS = {"loop": "the case study's loop, rebuilt", "today": "today's system"}
 RUNS = PACKAGE.parent / "runs"
 # The commands whose runs hold the evidence.
@@ -198,11 +199,13 @@ def decide(stored: Stored, subject: str) -> Decision:
 
 @dataclass(frozen=True)
 class Reason:
-    """One rule of GO or NO-GO, and its answer; `provide`: the command for one without."""
+    """One rule of GO or NO-GO, and its answer; `provide`: the command for one without, or for one
+    whose evidence is old; `ages`: how old the runs are that it was read from."""
 
     rule: str
     answer: Answer
     provide: str
+    ages: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.answer.holds is None:
@@ -216,16 +219,30 @@ def go(stored: Stored, subject: str) -> list[Reason]:
     size = f"{answers.LAYERS} layers at T {answers.TOKENS}, batch 1"
     hangs = answers.NO_HANGS if subject == "loop" else (*answers.ENDED, *answers.NO_ALARMS)
     ended, correct = TREE["ended"], TREE["correct"]
-    return [
+    reasons = [
         Reason("nothing hangs", all_hold(*hangs)(stored),
                f"{ended.provided_by(subject)}; nsa run 07"),
         Reason(f"below {answers.LIMIT_GIB:g} GiB, alert from {answers.ALERT_GIB:g} on, {size}",
                answers.peak(stored, subject), SIZED[subject]),
         Reason(f"at least {least:g} tokens/s, of a target of {least:g} to {most:g}, {size}",
                answers.speed(stored, subject), SIZED[subject]),
-        Reason("attention is attention", correct.answer(stored, subject),
+        Reason(RIGHT, correct.answer(stored, subject),
                correct.provided_by(subject)),
     ]  # fmt: skip
+    return [
+        _aged(one, stored, of_today=one.rule == RIGHT and subject == "today") for one in reasons
+    ]
+
+
+def _aged(reason: Reason, stored: Stored, *, of_today: bool) -> Reason:
+    """With the ages of the runs that it was read from. What holds of other code than today's, or of
+    nobody knows which, is not known of today's."""
+    folders = {"/".join(where.split("/")[:2]) for where in reason.answer.where}
+    runs = [run for run in stored.runs if run.opens(run.folder) in folders]
+    answer, ages = reason.answer, tuple(dict.fromkeys(str(run.age()) for run in runs))
+    if of_today and answer.holds and not all(run.age().fresh for run in runs):
+        answer = replace(answer, holds=None, because=f"STALE, {answer.because}")
+    return replace(reason, answer=answer, ages=ages)
 
 
 def verdict(reasons: list[Reason]) -> str:

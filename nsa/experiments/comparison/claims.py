@@ -11,7 +11,7 @@ from nsa.attention import registry
 from nsa.config import NSAConfig
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.comparison import table
-from nsa.experiments.comparison.cell import BEYOND
+from nsa.experiments.comparison.cell import BEYOND, NOT_COMPARED
 from nsa.experiments.comparison.implementations import DENSE, LIMITS, NSA
 from nsa.experiments.comparison.trials import CRASHED
 from nsa.lab.measure.shapes import Shape
@@ -109,20 +109,19 @@ def nothing_broke(cells: Sequence[dict]) -> Claim:
     mine = [c for c in cells if c["name"] in registry.names()]
     broken = _messages(c for c in mine if c["outcome"] == "error" or CRASHED in c["message"])
     known = sorted({c["name"] for c in mine})
-    silent = [n for n in known if {c["outcome"] for c in mine if c["name"] == n} == {"not run"}]
     sentence = f"each of {len(known)} backends ran or said why it does not"
     if broken:
         return Claim(f"{sentence}; broke off: {', '.join(broken)}", "FAIL", broken)
-    if silent or not known:
-        why = f"; never got to run: {', '.join(silent)}" if silent else ": there is none"
-        return Claim(sentence + why, "INCONCLUSIVE", {"never ran": silent})
-    return Claim(sentence, "PASS", {"backends": known})
+    if not known:
+        return Claim(f"{sentence}: there is none", "INCONCLUSIVE", {})
+    silent = _messages(c for c in mine if c["outcome"] == "not run")
+    return Claim(sentence, "PASS", {"backends": known}).over(silent)
 
 
 def backends_are_different_programs(cells: Sequence[dict]) -> Claim:
     """By their path witnesses."""
     served = table.paths(cells)
-    planned = len({c["name"] for c in cells} & {*registry.names()})
+    planned = {c["name"]: c["outcome"] for c in cells if c["name"] in registry.names()}
     programs = {n: tuple(p.items()) for n, p in served.items()}
     return different_programs(programs, served, "backends", planned)
 
@@ -132,38 +131,43 @@ def memory_is_not_identical(df: pandas.DataFrame) -> Claim:
     names = list(case_study.IDENTICAL_MIB)
     reported = f"{case_study.IDENTICAL_MIB[names[0]]:,.1f} MB"
     sentence = f'"all backends use identical memory ({reported})" is refuted'
-    found = {}
-    for key, group in table.wide(df, "peak_memory", "backward").groupby(
-        level=table.CURVE, sort=False
-    ):
-        lines = group.droplevel(table.CURVE)
-        shared = lines.loc[[n for n in names if n in lines.index]].dropna(axis=1)
-        if len(shared) > 1 and shared.shape[1]:
-            at = shared.columns[-1]
-            found[f"{', '.join(key)} queries, T {at}"] = shared[at].round(2).to_dict()
+    found, apart = {}, {}
+    lines = table.wide(df, "peak_memory", "backward")
+    for key, group in lines.groupby(level=table.CURVE, sort=False):
+        mine = group.droplevel(table.CURVE).reindex(names)
+        for at in mine.columns[mine.notna().sum() > 1]:
+            mib, point = mine[at].dropna(), f"{', '.join(key)} queries, T {at}"
+            found[point] = mib.round(2).to_dict()
+            apart[point] = float(mib.max() / max(mib.min(), 1e-9))
     if not found:
         none = f"no two of {', '.join(names)} ran"
         if len(df) and len({*df["backend"]} & {*names}) < 2:
             return Claim.not_here(sentence, none)
         return Claim(f"{sentence}: {none}", "INCONCLUSIVE", {})
-    least = min(max(mib.values()) / max(min(mib.values()), 1e-9) for mib in found.values())
-    sentence += f": at the longest T of all, {', '.join(names)} differ by a factor of"
-    return Claim(f"{sentence} {least:.1f} or more", verdict_of(least > SPREAD), found)
+    at = max(apart, key=lambda point: apart[point])  # one difference refutes it
+    sentence += f": {', '.join(found[at])} differ by a factor of {apart[at]:.1f} ({at})"
+    return Claim(sentence, verdict_of(apart[at] > SPREAD), found)
 
 
 def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
     """An implementation faster than the limit does not do the work that was counted."""
     sentence = "no implementation is faster than the physical limit"
-    rows = table.rows_of(df, "fraction_of_limit").dropna(subset="median")
     if len(df) and not metrics.on_gpu(df):
         return Claim.not_here(sentence, NO_GPU)
+    point = [*table.CURVE, "x_value", "backend", "mode"]
+    timed = table.rows_of(df, "latency").dropna(subset="median")
+    timed = timed[~timed["backend"].isin(LIMITS.values()) & (timed["checked"] != NOT_COMPARED)]
+    both = table.rows_of(df, "fraction_of_limit").merge(timed[point], how="outer", on=point)
+    rows = both.dropna(subset="median")
     if not len(rows):
         return Claim(f"{sentence}: nothing was timed", "INCONCLUSIVE", {})
     best = rows.loc[rows["median"].idxmax()]
     name, share = best["backend"], float(best["median"])
-    sentence += f": the nearest is {name}, {best['mode']} at T {best['x_value']}, with"
+    sentence += f": the nearest of {len(rows)} timings is {name}, {best['mode']} at T "
+    sentence += f"{best['x_value']}, with {share:.0%} of it"
     evidence = {"backend": name, "fraction": round(share, 3)}
-    return Claim(f"{sentence} {share:.0%} of it", verdict_of(share <= BEYOND), evidence)
+    claim = Claim(sentence, verdict_of(share <= BEYOND), evidence)
+    return claim.over(metrics.unmeasured(both, point))
 
 
 def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
@@ -185,10 +189,13 @@ def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
     if not len(rows):
         return Claim.not_here(f"{what}: {wanted}", NOT_OF_THIS_RUN)
     by_mode = rows.dropna(subset="median").set_index("mode")["median"]
-    if not {"forward", "backward"} <= set(by_mode.index):
+    graphs = {"graph_forward", "graph_backward"} & {*rows["mode"]}
+    if not {"forward", "backward"} <= set(by_mode.index) or rows["median"].isna().any():
         return Claim.undecided(f"{what}: {wanted}", NO_VALUE)
+    if len(graphs) == 1:
+        return Claim.undecided(f"{what}: {wanted}", f"there is {graphs.pop()} alone")
     got, how = by_mode[["forward", "backward"]].tolist(), ""
-    if {"graph_forward", "graph_backward"} <= set(by_mode.index):
+    if graphs:
         how = " in a CUDA graph, {:.3g} / {:.3g} without".format(*got)
         got = by_mode[["graph_forward", "graph_backward"]].tolist()
     what += f": {got[0]:.3g} / {got[1]:.3g} ms{how} ({wanted})"
@@ -213,7 +220,11 @@ def memory_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
         lost = mine[mine >= 2048].nunique() > 2
         return Claim.undecided(sentence, few) if lost else Claim.not_here(sentence, few)
     worst = max(found.values())
-    return Claim(f"{sentence}: T^{worst:.2f}", aim_of(worst <= EXPONENT), found)
+    claim = Claim(f"{sentence}: T^{worst:.2f}", aim_of(worst <= EXPONENT), found)
+    curves = table.rows_of(df, "peak_memory")
+    curves = curves[curves["x_value"] >= 2048]
+    many = curves.groupby(table.CURVE)["x_value"].transform("nunique") > 2
+    return claim.over(_lost(curves[many], [backend]))
 
 
 def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
@@ -231,7 +242,10 @@ def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
         return Claim.not_here(sentence, NOT_OF_THIS_RUN)
     sentence += f": {found['forward']:.2f} and {found['backward']:.2f} GiB"
     evidence = {mode: round(gib, 3) for mode, gib in found.items()}
-    return Claim(sentence, aim_of(all(found[m] < limits[m] for m in limits)), evidence)
+    claim = Claim(sentence, aim_of(all(found[m] < limits[m] for m in limits)), evidence)
+    rows = table.rows_of(df, "peak_memory")
+    rows = rows[(rows["x_value"] == 65536) & (rows["shape"] == main)]
+    return claim.over(_lost(rows, [backend]))
 
 
 def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
@@ -243,28 +257,31 @@ def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
     rows = rows[(rows["x_value"] >= tokens) & ~rows["backend"].isin(LIMITS.values())]
     if not {DENSE, NSA} <= {*rows["operation"]} or backend not in {*rows["backend"]}:
         return Claim.not_here(sentence, NOT_OF_THIS_RUN)
-    rows = rows.dropna(subset="median")
-    keys = [*table.CURVE, "x_value", "mode"]
-    theirs = rows[rows["operation"] == DENSE]
-    dense = theirs.groupby(keys)["median"].min()
-    ours = rows[(rows["operation"] == NSA) & (rows["backend"] == backend)].set_index(keys)
-    ratio = (dense / ours["median"]).dropna()
+    there, keys = rows.dropna(subset="median"), [*table.CURVE, "x_value", "mode"]
+    dense = there[there["operation"] == DENSE]
+    ours = there[(there["operation"] == NSA) & (there["backend"] == backend)].set_index(keys)
+    ratio = (dense.groupby(keys)["median"].min() / ours["median"]).dropna()
     if not len(ratio):
         return Claim.undecided(sentence, NO_VALUE)
-    sentence = sentence.replace("dense", f"dense ({', '.join(sorted(set(theirs['backend'])))})", 1)
+    names = sorted(set(dense["backend"]))
+    sentence = sentence.replace("dense", f"dense ({', '.join(names)})", 1)
     shape, queries, at, mode = ratio.idxmin()
     text = f"{sentence}: at least {ratio.min():.2f} times ({mode}, {queries}, T {at}, {shape})"
     found = {", ".join(map(str, key)): round(float(r), 2) for key, r in ratio.items()}
-    untimed = [", ".join(map(str, key)) for key in dense.index.difference(ours.index)]
-    if untimed and ratio.min() > 1:
-        text += f"; {backend} has no time at {len(untimed)} points that dense has"
-        return Claim(text, "INCONCLUSIVE", found | dict.fromkeys(untimed, "not timed"))
-    return Claim(text, aim_of(bool(ratio.min() > 1)), found)
+    planned = {*rows.loc[rows["operation"] == DENSE, "backend"]}
+    claim = Claim(text, aim_of(bool(ratio.min() > 1)), found)
+    return claim.over(_lost(rows, [*planned, backend]))
 
 
 def _messages(cells: Iterable[dict]) -> dict[str, str]:
     """{"gather T=8192": why}."""
     return {f"{c['name']} T={c['shape']['tokens']}": c["message"] for c in cells}
+
+
+def _lost(rows: pandas.DataFrame, backends: Sequence[str]) -> list[str]:
+    """The points of these backends that nobody measured, of every shape, T and mode in the rows."""
+    cell = [*table.CURVE, "x_value"]
+    return metrics.unmeasured(rows, cell, ["mode"], of={"backend": backends})
 
 
 def _planned(df: pandas.DataFrame, backend: str, shape: str | None = None) -> pandas.Series:

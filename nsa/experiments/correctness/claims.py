@@ -10,7 +10,7 @@ from nsa.experiments.correctness.learning import PEEK
 from nsa.experiments.correctness.mutants import MUTANTS
 from nsa.experiments.correctness.oracle import IMPOSTORS
 from nsa.experiments.correctness.table import VISIBLE, difference
-from nsa.workbook.claim import Claim, verdict_of
+from nsa.workbook.claim import ANSWERS, Claim, verdict_of
 
 
 def all_claims(
@@ -44,7 +44,9 @@ def backends_are_held(rows: Sequence[dict]) -> Claim:
     declined = sorted({row["who"] for row in ours} - set(names))
     sentence = f"{len(names)} backends hold the accuracy rule in {len(ran)} tensors: "
     evidence = {"red": red, "declined": declined}
-    return Claim(sentence + ", ".join(names), _verdict(red, not ran), evidence)
+    claim = Claim(sentence + ", ".join(names), _verdict(red, not ran), evidence)
+    lost = (row for row in ours if row["outcome"] not in ("held", "red", *ANSWERS))
+    return claim.over(f"{row['who']}: {row['message']}" for row in lost)
 
 
 def impostors_are_turned_down(rows: Sequence[dict]) -> Claim:
@@ -66,11 +68,13 @@ def right_pictures_agree(seen: Sequence[Seen]) -> Claim:
     many = {view: pictures for view, pictures in views.items() if len(pictures) > 1}
     apart = [float(np.abs(p - some[0]).max()) for some in many.values() for p in some]
     worst = max(apart, default=0.0)
-    return Claim(
+    claim = Claim(
         f"right code gives every token the same weight in each of {len(apart)} backends' pictures",
         _verdict(worst > VISIBLE, not many),
         {view: len(pictures) for view, pictures in many.items()} | {"worst": worst},
     )
+    lost = (one for one in seen if one.mutant == RIGHT and one.picture is None)
+    return claim.over(f"{one.view}: {one.message}" for one in lost)
 
 
 def mutants_are_seen(seen: Sequence[Seen]) -> Claim:

@@ -7,9 +7,10 @@ import pandas
 
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.estimate import table
+from nsa.experiments.estimate.cells import name_of
 from nsa.experiments.estimate.trials import PHASES
 from nsa.workbook import metrics
-from nsa.workbook.claim import Claim, aim_of
+from nsa.workbook.claim import ANSWERS, Claim, aim_of
 
 ALLOCATED = {True: 0.05, False: 0.01}  # the aim on a GPU, and on a CPU
 RESERVED = 0.1
@@ -73,7 +74,13 @@ def _within(both: pandas.DataFrame, what: str, sentence: str, aim: float) -> Cla
         "highest": round(float(known["error"].max()), 5),
         "over the aim": int((known["error"].abs() > aim).sum()),
     }
-    return Claim(f"{sentence}: {worst}", aim_of(abs(known["error"][at]) <= aim), evidence)
+    claim = Claim(f"{sentence}: {worst}", aim_of(abs(known["error"][at]) <= aim), evidence)
+    return claim.over(_lost(both[both["what"] == what]))
+
+
+def _lost(both: pandas.DataFrame, column: str = "error") -> list[str]:
+    """The cells that lack a number, but for those that do not run."""
+    return metrics.unmeasured(both.assign(median=both[column]), ["cell"], ["what"])
 
 
 def _gpu(both: pandas.DataFrame) -> bool:
@@ -94,7 +101,8 @@ def phase_of_the_peak_is_foretold(df: pandas.DataFrame) -> Claim:
         return Claim.undecided(sentence, "no cell was both foretold and measured")
     worst = min(short, key=lambda cell: short[cell])
     evidence = {"cells": len(short), "worst": worst, "short by": round(float(-short[worst]), 5)}
-    return Claim(sentence, aim_of(short[worst] >= -aim), evidence)
+    claim = Claim(sentence, aim_of(short[worst] >= -aim), evidence)
+    return claim.over(_lost(both[both["what"].isin(PHASES)]))
 
 
 def what_does_not_fit_is_foretold(df: pandas.DataFrame) -> Claim:
@@ -107,7 +115,11 @@ def what_does_not_fit_is_foretold(df: pandas.DataFrame) -> Claim:
     most = steps["measured"].max()
     wrong = list(out.loc[out["foretold"] <= most, "cell"])
     evidence = {"out of memory": len(out), "the most that fitted, MiB": most, "wrong": wrong}
-    return Claim(sentence, aim_of(not wrong), evidence)
+    ran = steps[~steps["outcome"].isin(ANSWERS)]
+    return Claim(sentence, aim_of(not wrong), evidence).over(
+        [*_lost(ran, "measured"), *steps.loc[(steps["outcome"] == "oom")
+                                             & steps["foretold"].isna(), "cell"]]
+    )  # fmt: skip
 
 
 def nothing_is_left_out(df: pandas.DataFrame) -> Claim:
@@ -121,21 +133,26 @@ def nothing_is_left_out(df: pandas.DataFrame) -> Claim:
     without = ran[ran["estimated"] != "ok"]
     why = without.set_index("cell")["refusal"].to_dict()
     evidence = {"ran": len(ran), "not foretold": why}
-    return Claim(sentence, aim_of(not len(without)), evidence)
+    return Claim(sentence, aim_of(not len(without)), evidence).over(
+        both.loc[~both["outcome"].isin(("ok", *ANSWERS)), "cell"]
+    )
 
 
 def estimates_are_quick(df: pandas.DataFrame) -> Claim:
     """Seconds of a processor, which others on the machine do not lengthen as they do a clock's.
     `sequential`, which calls hundreds of operators a token, takes longer and is left out."""
-    rows = df[(df["metric"] == "estimate_time") & (df["backend"] != "sequential")]
-    traced = ["trace" in str(config.get("how")) for config in metrics.configs(rows)]
-    took = rows.loc[traced, "median"].astype(float).dropna()
+    cells = df[(df["x_name"] == "tokens") & (df["backend"] != "sequential")]
+    configs = metrics.configs(cells)
+    cells = cells.assign(cell=list(map(name_of, configs)), outcome="ok")
+    cells = cells[["trace" in str(config.get("how")) for config in configs]]
+    took = cells.loc[cells["metric"] == "estimate_time", "median"].dropna()
     sentence = f"to trace a training takes at most {SECONDS:g} s of a processor"
     if not len(took):
         return Claim.undecided(sentence, "none was traced")
     evidence = {"estimates": len(took), "median, s": round(float(took.median()), 2)}
     evidence["longest, s"] = round(float(took.max()), 2)
-    return Claim(sentence, aim_of(took.max() <= SECONDS), evidence)
+    claim = Claim(sentence, aim_of(took.max() <= SECONDS), evidence)
+    return claim.over(metrics.unmeasured(cells, ["cell"], of={"metric": ["estimate_time"]}))
 
 
 def committed_peaks_are_foretold(rows: Sequence[dict]) -> Claim:

@@ -1,6 +1,6 @@
 """The sentences of the memory notebook, each decided by rows and never by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas
@@ -10,7 +10,7 @@ from nsa.experiments.memory import table
 from nsa.lab.measure.activation_model import MODELLED, activations
 from nsa.model.config import ModelConfig
 from nsa.workbook import looks, metrics
-from nsa.workbook.claim import Claim, aim_of, different_programs, verdict_of
+from nsa.workbook.claim import ANSWERS, Claim, aim_of, different_programs, verdict_of
 from nsa.workbook.metrics import model_name
 from nsa.workbook.scaling import local_exponents
 
@@ -62,7 +62,8 @@ def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
     if found:
         worst = max(found.values())
         evidence = {model: round(exponent, 3) for model, exponent in found.items()}
-        return Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= LIMIT), evidence)
+        claim = Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= LIMIT), evidence)
+        return claim.over(_lost(df, [backend], dense_up_to, least=0.25))
     rows = looks.over_tokens(df)
     if rows.loc[rows["backend"] == backend, "x_value"].nunique() == 1:
         return Claim.not_here(sentence, "this run is of one T")
@@ -94,7 +95,23 @@ def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
             return Claim.not_here(sentence, "this run was not to measure both")
         return Claim.undecided(sentence, "no T from n l' on was measured with both")
     found = f"at least {round(min(ratios), 1)} times what grows, at the longest T of both"
-    return Claim(f"{sentence}: {found}", verdict_of(min(ratios) > 1), evidence)
+    claim = Claim(f"{sentence}: {found}", verdict_of(min(ratios) > 1), evidence)
+    return claim.over(_lost(df, ["masked", *linear], dense_up_to))
+
+
+def _lost(
+    df: pandas.DataFrame, backends: Sequence[str], first: Mapping[str, int], least: float = 0.0
+) -> list[str]:
+    """The points of what grows that these backends lack, from T `first` of each model on and from
+    that share of the longest T at which one of them was to be measured and did not decline."""
+    rows = table.labelled(df)
+    mine = rows[rows["backend"].isin(backends) & ~rows["outcome"].isin(ANSWERS)]
+    longest = mine.groupby("model")["x_value"].max()
+    start = [max(first[m], least * longest.get(m, 0)) for m in rows["model"]]
+    parts = {m for m in rows["metric"] if m.startswith("memory_")}
+    parts -= {f"memory_{name}" for name in table.CONSTANT}
+    of = {"metric": parts, "backend": backends}
+    return metrics.unmeasured(rows[rows["x_value"] >= start], ["model", "x_value"], of=of)
 
 
 def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
@@ -106,7 +123,8 @@ def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
     worst = max(strays, default=0.0)
     evidence = {"cells": len(strays), "largest_deviation": round(worst, 5)}
     sentence = "weights, gradients and optimizer state are 16 bytes a parameter, to 3 %"
-    return Claim(sentence, verdict_of(worst <= 0.03) if strays else "INCONCLUSIVE", evidence)
+    claim = Claim(sentence, verdict_of(worst <= 0.03) if strays else "INCONCLUSIVE", evidence)
+    return claim.over(_not_held(rows))
 
 
 def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
@@ -127,12 +145,19 @@ def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
             return Claim.not_here(sentence, "what is recomputed was not kept")
         return Claim(sentence, "INCONCLUSIVE", {})
     worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
-    return Claim(
+    claim = Claim(
         f"activations are as predicted from shapes, to {PREDICTION_LIMIT:.0%}",
         verdict_of(abs(ratios[worst] - 1) <= PREDICTION_LIMIT),
         {"cells": len(ratios), "furthest": worst, "predicted/measured": round(ratios[worst], 3)}
         | ({"not predicted": sorted(unknown)} if unknown else {}),
     )
+    return claim.over(_not_held(rows))
+
+
+def _not_held(rows: Sequence[dict]) -> list[str]:
+    """The cells that neither ran nor answered why they do not."""
+    lost = [row for row in rows if row["outcome"] not in ("ok", *ANSWERS)]
+    return [f"{model_name(row)} {row['backend']} T={row['tokens']}" for row in lost]
 
 
 def _held(rows: Sequence[dict]) -> list[dict]:
@@ -143,7 +168,7 @@ def backends_are_different_programs(rows: Sequence[dict]) -> Claim:
     """By their path witnesses."""
     found = table.paths(rows).to_dict("index")
     served = {name: tuple(line.values()) for name, line in found.items()}
-    planned = len({row["backend"] for row in rows})
+    planned = {row["backend"]: row["outcome"] for row in rows}
     return different_programs(served, found, "backends", planned)
 
 

@@ -36,7 +36,8 @@ def _of(
         return Claim.not_here(sentence, "this run is of none that this machine can hold")
     met = all(aim.met(rows, load) for load in found)
     against = [f"{row.name}, load {row.load}: {row.label}" for row in aim.against(rows)]
-    return Claim(f"{sentence}: {'; '.join(told)}", word(met), {"against it": against})
+    claim = Claim(f"{sentence}: {'; '.join(told)}", word(met), {"against it": against})
+    return claim.over(aim.lost(rows))
 
 
 def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
@@ -47,7 +48,9 @@ def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
     sentence = f"what is planted, slow or fails is called what it is: {right} of {len(run)}"
     if not run:
         return Claim.not_here(sentence, "this run is of none that this machine can hold")
-    return Claim(sentence, verdict_of(not missed), {"missed": missed})
+    late = [row for row in rows if row.late and row.group not in ("healthy", "hang")]
+    claim = Claim(sentence, verdict_of(not missed), {"missed": missed})
+    return claim.over(f"{row.name}, load {row.load}, round {row.round}" for row in late)
 
 
 def of_watching(counting: Outcome, foretold: Outcome, *, on_gpu: bool) -> list[Claim]:

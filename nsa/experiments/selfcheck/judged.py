@@ -11,6 +11,7 @@ from nsa.experiments.selfcheck.faults.registry import Fault
 from nsa.lab.watch.evidence import Evidence
 
 NOTHING = "not run"
+LATE = "the time for all of them was over"
 _FILE = re.compile(r"(?:[\w./-]*/)?nsa/experiments/selfcheck/(?:faults|programs)/\w+\.py")
 _MODULE = re.compile(r"nsa\.experiments\.selfcheck\.(?:faults|programs)(?:\.\w+)*(?::\w+)?")
 _HIDDEN = ("subject", "settings")  # of a spec
@@ -51,6 +52,11 @@ class Judged:
     def right(self) -> bool:
         """Called what it is; one that was not run is neither right nor wrong."""
         return any(one in (self.found, self.label) for one in self.due.split(" or "))
+
+    @property
+    def late(self) -> bool:
+        """To be run, and not run: this machine could have held it."""
+        return self.skipped == LATE
 
     @property
     def missed(self) -> bool:

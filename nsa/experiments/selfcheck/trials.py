@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.experiments.selfcheck.faults.registry import Fault, chosen, every, why_not
-from nsa.experiments.selfcheck.judged import NOTHING, Judged, blind
+from nsa.experiments.selfcheck.judged import LATE, NOTHING, Judged, blind
 from nsa.lab import oracles
 from nsa.lab.process import runner, trial
 from nsa.lab.training import TrainingSpec
@@ -33,7 +33,6 @@ from nsa.workbook import environment
 STALL_S = 5.0
 ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # all that need no word of what is planted
 HEAD = 5  # lines of a page in which the user's line must stand
-LATE = "the time for all of them was over"
 # It ends with us, whatever ends us.
 BUSY = "import os\nwhile os.getppid() == {}: pass"
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsa.experiments.soak import table
-from nsa.experiments.soak.trials import USUAL, Foretold, Part, Setting, Soak, told
+from nsa.experiments.soak.trials import PROCESSES, USUAL, Foretold, Part, Setting, Soak, told
 from nsa.model import saving
 from nsa.workbook.claim import Claim, aim_of, verdict_of
 
@@ -80,7 +80,19 @@ def memory_does_not_grow(soak: Soak, series: str) -> Claim:
     sentence += f", {drifts[worst].growth:+.3g} MiB in {drifts[worst].steps}"
     if said[worst] in (SMALL, JUMPS):
         return Claim.undecided(sentence, said[worst], evidence)
-    return Claim(sentence, verdict_of(not said[worst]), evidence)
+    column = table.SERIES[series][0]
+    return Claim(sentence, verdict_of(not said[worst]), evidence).over(_unsampled(soak, column))
+
+
+def _unsampled(soak: Soak, column: str) -> list[str]:
+    """The steps of the whole soak without a sample, by process."""
+    kept, found = (range(soak.half), range(soak.half, soak.steps)), [*soak.rows(), None, None]
+    lost = []
+    for name, steps, rows in zip(PROCESSES, kept, found, strict=False):
+        there = set() if rows is None else {*rows.loc[rows[column].notna(), "step"]}
+        if count := len({*steps} - there):
+            lost.append(f"{count} of {len(steps)} steps {name}")
+    return lost
 
 
 def _grown(drift: table.Drift, exact: bool) -> str:
@@ -109,7 +121,7 @@ def speed_does_not_drift(soak: Soak) -> Claim:
     evidence |= {"tokens/s at the start": round(drift.level), "blocks": drift.slope.n}
     sentence = f"{sentence}: {share:+.2%} [{low:+.2%}, {high:+.2%}] in {drift.steps} steps"
     if low >= -SPEED_SHARE and high <= SPEED_SHARE:
-        return Claim(sentence, "PASS", evidence)
+        return Claim(sentence, "PASS", evidence).over(_unsampled(soak, "step"))
     if low > SPEED_SHARE or high < -SPEED_SHARE:
         return Claim(sentence, aim_of(False), evidence)
     return Claim.undecided(sentence, "the interval is across the bound", evidence)
@@ -125,7 +137,9 @@ def goes_on_after_the_restart(soak: Soak) -> Claim:
     apart = float((both["without"] - both["after"]).abs().max())
     evidence = {"steps": len(both), "furthest": apart, "of": soak.overlap}
     found = f"{len(both)} steps" + f", {apart:.3g} apart at most" * (apart > 0)
-    return Claim(f"{sentence}: {found}", verdict_of(apart == 0.0), evidence)
+    lost = min(soak.overlap, soak.steps - soak.half) - len(both)
+    claim = Claim(f"{sentence}: {found}", verdict_of(apart == 0.0), evidence)
+    return claim.over([f"{lost} steps that both were to take"] * (lost > 0))
 
 
 def limits_stop_a_run(planted: Part) -> Claim:

@@ -27,6 +27,7 @@ VARIABLES = ALLOCATOR.env("any:1").keys()
 LEAST_STEPS = 4  # of a soak: two processes of two steps
 SETTLED = 5  # steps of a setting's trial that are not counted
 USUAL = ""  # the allocator's setting of who sets nothing
+PROCESSES = ("before the restart", "after the restart")
 # A process's samples, a line a step.
 FILE = "samples.csv"
 COLUMNS = (
@@ -146,11 +147,11 @@ def soak(
     shared = {"cell": cell.to_dict(), "guard": found.guard}
     places = {"checkpoints": str(Path(folder).resolve() / "checkpoints")}
     first = {"until": min(found.half + overlap, steps), "save_at": found.half}
-    before = part("before the restart", shared | first | places, folder, entry, **options)
+    before = part(PROCESSES[0], shared | first | places, folder, entry, **options)
     parts = (before,)
     if before.outcome == "ok" and before.saved:
         second = {"until": steps, "resume": str(before.saved)}
-        after = part("after the restart", shared | second | places, folder, entry, **options)
+        after = part(PROCESSES[1], shared | second | places, folder, entry, **options)
         parts += (after,)
     found = replace(found, parts=parts)
     if found.whole:
@@ -226,7 +227,7 @@ def stored(folder: str | Path, steps: int, overlap: int) -> Soak:
     Raises FileNotFoundError where no process of a soak left its spec there.
     """
     parts, whole = [], Path(folder) / "trials/soak"
-    for name in ("before-the-restart", "after-the-restart"):
+    for name in (one.replace(" ", "-") for one in PROCESSES):
         place = (whole if whole.is_dir() else whole.parent) / name
         if not parts or (place / "spec.json").is_file():
             spec = json.loads((place / "spec.json").read_text(encoding="utf-8"))

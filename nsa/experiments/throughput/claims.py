@@ -3,13 +3,14 @@
 Aims are what the 12-layer production model in bf16 is meant to reach on an H200.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 
 import numpy as np
 import pandas
 
 from nsa.experiments.throughput import table
+from nsa.workbook import metrics
 from nsa.workbook.claim import Claim, aim_of, different_programs, verdict_of
 
 METER = 0.01
@@ -60,7 +61,9 @@ def nothing_broke(df: pandas.DataFrame) -> Claim:
     found = {_cell(row): f"{row.outcome}: {row.message}" for row in bad.itertuples()}
     if found:
         return Claim(f"{sentence}; broke off: {', '.join(found)}", "FAIL", found)
-    return Claim(sentence, "PASS", rows["outcome"].value_counts().to_dict())
+    lost = [_cell(row) for row in rows[rows["outcome"] == "not run"].itertuples()]
+    claim = Claim(sentence, "PASS", rows["outcome"].value_counts().to_dict())
+    return claim.over(lost + _lost(df, "step_time", "step"))
 
 
 def the_meter_is_right(df: pandas.DataFrame) -> Claim:
@@ -70,18 +73,20 @@ def the_meter_is_right(df: pandas.DataFrame) -> Claim:
     sentence = f"tokens/s by the steps' clock and by the wall's agree to {METER:.0%}"
     if not len(off):
         return Claim(f"{sentence}: nothing was measured", "INCONCLUSIVE", {})
-    return Claim(
+    claim = Claim(
         f"{sentence}: at most {off.max():.2%} apart in {len(off)} cells",
         verdict_of(off.max() <= METER),
         {"furthest": ", ".join(map(str, off.idxmax())), "share": round(float(off.max()), 5)},
     )
+    return claim.over(_lost(df, "tokens_per_second", "step", "recount"))
 
 
 def programs_are_different(rows: Sequence[dict]) -> Claim:
     """The path witnesses of NSA's backends and of the dense twin."""
     served = {row["name"]: tuple(sorted((b, *p) for b, p in row["paths"].items()))
               for row in rows if row["outcome"] == "ok" and row["paths"]}  # fmt: skip
-    return different_programs(served, served, "attentions", len({row["name"] for row in rows}))
+    planned = {row["name"]: row["outcome"] for row in rows}
+    return different_programs(served, served, "attentions", planned)
 
 
 def nothing_is_compiled_late(df: pandas.DataFrame) -> Claim:
@@ -101,15 +106,18 @@ def no_step_waits_for_the_device(df: pandas.DataFrame) -> Claim:
 def memory_is_flat(df: pandas.DataFrame) -> Claim:
     """Unless the slope's 95 % interval is above 0 and all steps together add more than 1 %."""
     sentence = f"memory, the device's and the host's, grows by at most {FLAT_SHARE:.0%} in a run"
-    found, grown = {}, []
+    found, grown, lost = {}, [], []
     keys = ["mode", "model", "backend", "variant"]
     highest = table.memory_over_steps(df).groupby(keys)["median"].max()
     for mode in ("device", "host"):
         for row in table.over_tokens(df, "memory_growth", mode, None).itertuples():
-            if row.steps < FLAT_STEPS or not np.isfinite(row.median):
+            if row.steps < FLAT_STEPS:
                 continue
-            level = highest[mode, row.model, row.backend, row.variant]
+            level = highest.get((mode, row.model, row.backend, row.variant), np.nan)
             share, name = float(row.median * row.steps / level), f"{_cell(row)}, {mode}"
+            if not np.isfinite(share):
+                lost.append(name)
+                continue
             found[name] = round(share, 5)
             grown += [name] * (row.q20 > 0 and share > FLAT_SHARE)
     if not found:
@@ -120,7 +128,11 @@ def memory_is_flat(df: pandas.DataFrame) -> Claim:
         told = {name: found[name] for name in grown}
         return Claim(f"{sentence}; it grew in {', '.join(grown)}", "FAIL", told)
     worst = max(found.values())
-    return Claim(f"{sentence}: {worst:.2%} at most, {len(found)} series", "PASS", found)
+    claim = Claim(f"{sentence}: {worst:.2%} at most, {len(found)} series", "PASS", found)
+    rows = table.labelled(df)
+    rows = rows[(rows["x_name"] == "tokens") & (rows["steps"] >= FLAT_STEPS)]
+    series = {"metric": ["memory_growth"], "mode": ["device", "host"]}
+    return claim.over(lost + metrics.unmeasured(rows, table.POINT, of=series))
 
 
 def backends_learn_alike(df: pandas.DataFrame) -> Claim:
@@ -150,11 +162,12 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
     # Bits of fp32 where equal seeds of equal data leave no spread at all.
     ratio = apart / spread.clip(lower=1e-6)
     worst = ratio.idxmax()
-    return Claim(
+    claim = Claim(
         f"{sentence}: at most {ratio[worst]:.2f} of it, at step {worst:.0f}",
         verdict_of(ratio[worst] <= 1),
         {"nats apart": round(float(apart[worst]), 6), "spread": round(float(spread[worst]), 6)},
     )
+    return claim.over(_lost_losses(df, curves))
 
 
 def lessons_are_learnt(lessons: Sequence[dict]) -> Claim:
@@ -179,19 +192,19 @@ class NotHere(LookupError):
 
 
 def _aim(sentence: str):
-    """Makes a claim of a function that returns (what was found, whether it is enough, evidence), or
-    raises NotMeasured or NotHere."""
+    """Makes a claim of a function that returns (what was found, whether it is enough, evidence, the
+    points that nobody measured), or raises NotMeasured or NotHere."""
 
-    def wrap(measured: Callable[[pandas.DataFrame], tuple[str, bool, dict]]):
+    def wrap(measured: Callable[[pandas.DataFrame], tuple[str, bool, dict, list[str]]]):
         @wraps(measured)
         def claim(df: pandas.DataFrame) -> Claim:
             try:
-                found, enough, evidence = measured(df)
+                found, enough, evidence, lost = measured(df)
             except NotMeasured as why:
                 return Claim.undecided(sentence, str(why))
             except NotHere as why:
                 return Claim.not_here(sentence, str(why))
-            return Claim(f"{sentence}: {found}", aim_of(enough), evidence)
+            return Claim(f"{sentence}: {found}", aim_of(enough), evidence).over(lost)
 
         return claim
 
@@ -201,25 +214,28 @@ def _aim(sentence: str):
 @_aim(f"{OURS} trains at least {TOKENS_S:,} tokens/s at T {TOKENS}")
 def is_fast(df: pandas.DataFrame):
     speed = _at(_aimed(df, "tokens_per_second", OURS))
-    return f"{speed:,.0f}", speed >= TOKENS_S, {"tokens/s": speed}
+    return f"{speed:,.0f}", speed >= TOKENS_S, {"tokens/s": speed}, []
 
 
 @_aim(f"{OURS}'s step at T {TOKENS} takes at most {TWIN_STEP} of the dense twin's")
 def is_near_the_twin(df: pandas.DataFrame):
     ms = {name: _at(_aimed(df, "step_time", name)) for name in (OURS, "dense")}
     ratio = ms[OURS] / ms["dense"]
-    return f"{ratio:.3f}", ratio <= TWIN_STEP, ms
+    return f"{ratio:.3f}", ratio <= TWIN_STEP, ms, []
 
 
 @_aim(f"{OURS} trains faster than the dense twin from T {LONG} on")
 def beats_the_twin_when_long(df: pandas.DataFrame):
-    """At every T from 16k on that both were measured at."""
+    """At every T from 16k on at which one of them was to be measured."""
     ours, dense = (_aimed(df, "tokens_per_second", name) for name in (OURS, "dense"))
     ratio = (ours / dense).dropna().loc[lambda line: line.index >= LONG]
     if not len(ratio):
         raise NotHere("no such T was measured with both")
     found = {f"T {t}": round(float(r), 3) for t, r in ratio.items()}
-    return f"{ratio.min():.2f} times at least, at T {ratio.idxmin()}", ratio.min() > 1, found
+    rows = table.over_tokens(df, "tokens_per_second")
+    rows = rows[(rows["model"] == AIMED) & (rows["x_value"] >= LONG)]
+    lost = metrics.unmeasured(rows, ["x_value"], of={"backend": [OURS, "dense"]})
+    return f"{ratio.min():.2f} times at least, at T {ratio.idxmin()}", ratio.min() > 1, found, lost
 
 
 @_aim(f"two GPUs train at least {TWO_RANKS} times the tokens/s of one, with DDP")
@@ -229,22 +245,26 @@ def two_ranks_pay(df: pandas.DataFrame):
     rows = table.scaling(df).reset_index()
     wanted = {"model": AIMED, "backend": OURS, "parallel": "ddp", "ranks": 2}
     rows = rows[(rows[list(wanted)] == list(wanted.values())).all(axis=1)]
-    rows = _with(rows, "times one rank", "two ranks beside one")
+    rows = rows.assign(median=rows["times one rank"])
+    lost = metrics.unmeasured(rows, ["T", "how"])
+    rows = _with(rows, "median", "two ranks beside one")
     columns = rows["T"], rows["how"], rows["times one rank"]
     times = {f"T {t} {how}".strip(): float(x) for t, how, x in zip(*columns, strict=True)}
     least = min(times.values())
-    return f"{least:.3f}", least >= TWO_RANKS, {name: round(x, 3) for name, x in times.items()}
+    found = {name: round(x, 3) for name, x in times.items()}
+    return f"{least:.3f}", least >= TWO_RANKS, found, lost
 
 
 @_aim(f"with all observers on a step takes at most {WATCHED} of one with none")
 def watching_costs_little(df: pandas.DataFrame):
     """All observers on, beside the same steps with none; of any backend."""
     _needs_an_h200(df)
-    rows = table.over_tokens(df, "observing", variant=None)
-    rows = _with(rows[rows["model"] == AIMED], "median", "a step with them")
+    planned = table.over_tokens(df, "observing", variant=None)
+    planned = planned[planned["model"] == AIMED]
+    rows = _with(planned, "median", "a step with them")
     found = {f"{row.backend} T {row.x_value}": round(row.median, 3) for row in rows.itertuples()}
     worst = max(found.values())
-    return f"{worst:.3f}", worst <= WATCHED, found
+    return f"{worst:.3f}", worst <= WATCHED, found, metrics.unmeasured(planned, table.POINT)
 
 
 @_aim(f"after {LOSS_STEPS} steps NSA's loss is within {LOSS_SHARE:.0%} of the twin's")
@@ -260,7 +280,7 @@ def learns_as_the_twin(df: pandas.DataFrame):
         raise NotHere("not both were trained")
     off = final.drop("dense").mean() / final["dense"] - 1
     found = {name: round(float(nats), 4) for name, nats in final.items()}
-    return f"{off:+.2%}", abs(off) <= LOSS_SHARE, found
+    return f"{off:+.2%}", abs(off) <= LOSS_SHARE, found, _lost_losses(df, final.index)
 
 
 def _aimed(df: pandas.DataFrame, metric: str, backend: str) -> pandas.Series:
@@ -313,7 +333,22 @@ def _none_of(df: pandas.DataFrame, metric: str, sentence: str, it: str, unmeasur
     counted = {cell: count for cell, count in found.items() if count}
     if counted:
         return Claim(f"{sentence}; {it} {', '.join(counted)}", "FAIL", counted)
-    return Claim(f"{sentence}, in {len(found)} cells", "PASS", {"cells": len(found)})
+    claim = Claim(f"{sentence}, in {len(found)} cells", "PASS", {"cells": len(found)})
+    return claim.over(_lost(df, metric, "step"))
+
+
+def _lost(df: pandas.DataFrame, metric: str, *modes: str) -> list[str]:
+    """The cells that lack this metric, curves aside."""
+    rows = table.labelled(df)
+    rows = rows[(rows["x_name"] == "tokens") & (rows["variant"] != "curve")]
+    return metrics.unmeasured(rows, table.POINT, of={"metric": [metric], "mode": modes})
+
+
+def _lost_losses(df: pandas.DataFrame, backends: Iterable[str]) -> list[str]:
+    """The windows of these backends' curves that have no loss, of every seed that one has."""
+    rows = table.labelled(df)
+    rows = rows[rows["metric"] == "loss"]
+    return metrics.unmeasured(rows, ["x_value"], ["seed"], of={"backend": list(backends)})
 
 
 def _cell(row) -> str:

@@ -1,5 +1,6 @@
 """The sentences of distributed tracing, each decided by rows and never by hand."""
 
+from collections.abc import Callable
 from itertools import combinations
 
 from nsa.experiments.tracing import table
@@ -36,7 +37,8 @@ def every_trial_ended(traced: Traced) -> Claim:
     bad = [row for row in traced.outcomes if row["status"] not in ("ok", "refused")]
     sentence = f"all {len(traced.trials)} trials ended, or were refused, on every rank"
     if not bad:
-        return Claim(sentence, "PASS" if ends else "INCONCLUSIVE", ends)
+        claim = Claim(sentence, "PASS" if ends else "INCONCLUSIVE", ends)
+        return claim.over(trial.name for trial in traced.trials if not traced.of(trial.name))
     first = next((row for row in bad if row["first"]), bad[0])
     where = f"{first['trial']!r}, rank {first['rank']}: {first['status']} at {first['place']}"
     undecided = all(row["status"] in ("timeout", "oom") for row in bad)
@@ -84,11 +86,12 @@ def modules_run_in_one_order(traced: Traced) -> Claim:
         orders = {tuple(group["module"]) for _, group in mine.groupby("rank")}
         if len(orders) > 1 or mine["rank"].nunique() < traced.setup.ranks:
             apart.append(f"{trial}, step {step}")
-    return Claim(
+    claim = Claim(
         f"{sentence}: {rows['module'].nunique()} modules in {rows['trial'].nunique()} trials",
         verdict_of(not apart),
         {"ranks differ": apart, "file": "module_order.csv"},
     )
+    return claim.over(_lost(traced, lambda trial: not trial.fault))
 
 
 def branches_are_different_programs(traced: Traced) -> Claim:
@@ -100,7 +103,8 @@ def branches_are_different_programs(traced: Traced) -> Claim:
         return _undecided(sentence)
     equal = [f"{a} = {b}" for a, b in combinations(losses, 2) if losses[a] == losses[b]]
     text = f": {', '.join(equal)} in the first loss" if equal else f": {len(losses)} first losses"
-    return Claim(sentence + text, verdict_of(not equal), losses)
+    claim = Claim(sentence + text, verdict_of(not equal), losses)
+    return claim.over(_lost(traced, lambda trial: trial.name in names))
 
 
 def gradients_are_one_process(traced: Traced) -> Claim:
@@ -116,7 +120,8 @@ def gradients_are_one_process(traced: Traced) -> Claim:
     worst = mine["error"].fillna(float("inf")).groupby(mine["trial"], sort=False).max()
     bad = [f"{trial} {error:.1g}" for trial, error in worst.items() if not error <= limit]
     text = f": {', '.join(bad)}" if bad else f" in {', '.join(worst.index)}"
-    return Claim(sentence + text, verdict_of(not bad), worst.to_dict())
+    claim = Claim(sentence + text, verdict_of(not bad), worst.to_dict())
+    return claim.over(_lost(traced))
 
 
 def buckets_hold_every_parameter(traced: Traced) -> Claim:
@@ -136,7 +141,8 @@ def buckets_hold_every_parameter(traced: Traced) -> Claim:
         return _undecided(sentence)
     found = f"; not {wrong[0]}" if wrong else f": {max(totals):,} elements"
     evidence = {"wrong": wrong, "file": "ddp_buckets.csv"}
-    return Claim(sentence + found, verdict_of(not wrong), evidence)
+    claim = Claim(sentence + found, verdict_of(not wrong), evidence)
+    return claim.over(_lost(traced, lambda trial: trial.kind == "ddp"))
 
 
 def buckets_are_cut_anew(traced: Traced) -> Claim:
@@ -158,11 +164,12 @@ def buckets_are_cut_anew(traced: Traced) -> Claim:
     plain = [e for ranks in table.layouts(traced, "ddp").values() for e in ranks.values()]
     if all(len(elements) == 1 for elements in plain):
         return Claim(f"{sentence}: not seen, all fits into one bucket", "INCONCLUSIVE", found)
-    return Claim(
+    claim = Claim(
         sentence + (f"; not so: {', '.join(wrong)}" if wrong else ""),
         verdict_of(not wrong),
         {"new buckets from step": found, "file": "ddp_buckets.csv"},
     )
+    return claim.over(_lost(traced, lambda trial: trial.kind == "ddp"))
 
 
 def static_graph_trains_the_same(traced: Traced) -> Claim:
@@ -229,6 +236,12 @@ def only_arrivals_tell(traced: Traced) -> Claim:
 def _bucketed(traced: Traced) -> list[Trial]:
     """The trials under DDP that ended."""
     return [t for t in traced.trials if t.kind == "ddp" and traced.ended(t.name)]
+
+
+def _lost(traced: Traced, which: Callable[[Trial], bool] = lambda trial: True) -> list[str]:
+    """The trials of these that neither trained to their end nor were refused."""
+    lost = [t.name for t in traced.trials if which(t) and not traced.ended(t.name)]
+    return [n for n in lost if {row["status"] for row in traced.of(n)} != {"refused"}]
 
 
 def _undecided(sentence: str, why: str = "it was not traced to its end") -> Claim:

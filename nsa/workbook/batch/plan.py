@@ -151,7 +151,7 @@ class _Expander:
             if not elsewhere:
                 together(full)
             run_id = identity.run_id(notebook, full, facts, source)
-            planned = Planned(notebook, given, full, facts, f"{notebook.stem}-{run_id}")
+            planned = Planned(notebook, given, full, facts, f"{notebook.stem}-{run_id}", source)
             name = " ".join([job["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
             for repeat in range(1, options["repeats"] + 1):
                 numbered = f"{name} #{repeat}" if options["repeats"] > 1 else name

@@ -11,6 +11,7 @@ pytest.importorskip("pandas")
 
 from nsa.cli import main as cli
 from nsa.experiments.case_study import answers, decision
+from nsa.workbook import age
 from nsa.workbook.results import Stored, open_stored
 
 TRACED = (
@@ -33,6 +34,31 @@ TRAINED = ("each of 10 training cells ran or said why it does not",
 JUDGED = ("healthy ones called HANG, none wanted: 0 of 109 at load 1",)
 COMPARED = ("the 7 backends that ran are 7 different programs",)
 SIZED = {"preset": "production", "layers": 12, "batch": 1, "attention": "nsa"}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Nothing has changed since the runs of made-up commits; their folders are known by now."""
+    monkeypatch.setattr(age, "since", lambda commit, at="HEAD": age.Age(commit, 0))
+
+
+@pytest.mark.parametrize(
+    ("old", "told"),
+    [
+        (age.Age("c" * 40, 3, 20, 1), "of cccccccccccc: 3 commits with 20 lines more and 1 less"),
+        (age.Age("c" * 40), "which git has not here"),
+        (age.Age(""), "of no known commit"),
+    ],
+)
+def test_evidence_of_other_code_or_of_nobody_knows_which_is_no_go(tmp_path, monkeypatch, old, told):
+    monkeypatch.setattr(age, "since", lambda commit, at="HEAD": old)
+    rules = decision.go(today(tmp_path), "today")
+    assert decision.verdict(rules) == "UNDECIDED"
+    (right,) = [rule for rule in rules if rule.answer.holds is None]
+    assert right.rule == decision.RIGHT and "STALE, no query" in str(right)
+    assert all(told in rule.ages[0] for rule in rules)
+    refuted = decision.go(today(tmp_path / "other", failing=RIGHT[0]), "today")
+    assert decision.verdict(refuted) == "NO-GO"  # what was wrong is not mended by its age
 
 
 def row(operation, metric, median, tokens=2048, backend="triton", mode="step", **config):

@@ -32,7 +32,8 @@ def test_a_leak_in_stored_samples_is_told(tmp_path):
     file.write_text("\n".join([head, *grown, ""]))
     said = {f: claims.memory_does_not_grow(trials.stored(f, 2000, 20), "tensors").verdict
             for f in (KEPT, folder)}  # fmt: skip
-    assert said == {KEPT: "PASS", folder: "FAIL"}
+    # 80 steps of the stored one were never taken; what grows before that is refuted all the same
+    assert said == {KEPT: "INCONCLUSIVE", folder: "FAIL"}
 
 
 def test_a_whole_run_is_judged_again_and_one_other_loss_after_the_restart_is_told(tmp_path):

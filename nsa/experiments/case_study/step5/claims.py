@@ -113,7 +113,8 @@ def the_hang_step_moves_with_the_prints(results: Results) -> Claim:
     said = {n: t.said for n, t in chosen.items()}
     told = ", ".join(f"{n}: {t.said} (in {t.reached})" for n, t in chosen.items())
     holds = all(t.said in t.expected() for t in trials) and len(set(said.values())) > 2
-    return _claim(f"{sentence}: {told}", trials, holds, said)
+    lost = [name for name in PRINTS if name not in chosen]
+    return _claim(f"{sentence}: {told}", trials, holds, said).over(lost)
 
 
 def observers_only_slow(results: Results) -> Claim:
@@ -131,7 +132,8 @@ def observers_only_slow(results: Results) -> Claim:
     sentence += f"; a step, of {plain.id}'s: "
     sentence += ", ".join(f"{name} {_times(t, plain)}" for name, t in watched.items())
     sentence += f"; trials of one program differ by {results.spread:.2f}"
-    return _claim(sentence, [plain, *watched.values()], not bad, told)
+    lost = [name for name in OBSERVERS if name not in watched]
+    return _claim(sentence, [plain, *watched.values()], not bad, told).over(lost)
 
 
 def _times(trial: Trial, plain: Trial) -> str:
