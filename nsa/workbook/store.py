@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,18 +160,22 @@ class Run:
         if refuted and must_hold:
             raise AssertionError("; ".join(refuted))
 
-    def judge_again(self, claims: Iterable[Claim]) -> list[dict]:
+    def judge_again(self, claims: Iterable[Claim], key: Callable[[str], str] = str) -> list[dict]:
         """Stored sentences get the verdicts that `claims` of the same rows have by today's rules;
-        those that changed. A sentence must be the same to the letter, so its numbers are. Each
-        keeps the verdict that it `was`, and the commit and day of its new judge.
+        those that changed. Each keeps the verdict that it `was`, and the commit and day of its new
+        judge. A sentence must be the same to the letter, so its numbers are; or by `key`, where a
+        sentence has its verdict in it, and then it keeps what it `said`.
         """
-        now = {claim.claim: claim.verdict for claim in claims}
+        now = {key(claim.claim): claim for claim in claims}
         facts, entries, changed = environment.provenance(environment.snapshot()), [], []
         for entry in self.verdicts():
-            verdict = now.get(entry["claim"], entry["verdict"])
-            if verdict != entry["verdict"]:
+            claim = now.get(key(entry["claim"]))
+            if claim and (claim.claim, claim.verdict) != (entry["claim"], entry["verdict"]):
                 by = {"commit": facts["commit"], "date": environment.utc_now()}
-                entry |= {"verdict": verdict, "was": entry["verdict"], "judged_again": by}
+                if claim.claim != entry["claim"]:
+                    said = {"said": entry["claim"]}
+                    entry |= said | {"claim": claim.claim, "evidence": claim.evidence}
+                entry |= {"verdict": claim.verdict, "was": entry["verdict"], "judged_again": by}
                 changed.append(entry)
             entries.append(entry)
         if changed:

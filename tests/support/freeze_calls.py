@@ -203,17 +203,8 @@ def settlement(df, folder):
         },
         "figures": {"memory": plots.memory(), "microseconds": plots.microseconds()},
     }
-    if facts := table.from_metrics(df):  # runs from before the rules have none
-        rows = [row for row in claims.all_rows() if all_known(row, facts)]
-        settled = claims.settle(facts, rows)
-        made = zip(settled, claims.all_claims(settled), strict=True)
-        found["claims"] = {one.row.id: claim for one, claim in made}
-        found["figures"]["verdicts"] = plots.verdicts(settled)
+    found["claims"] = {claims.subject(c.claim): c for c in table.judged_again(Run(folder))}
     return found
-
-
-def all_known(row, facts):
-    return all(n.removeprefix("not ") in facts for names in row.sides.values() for n in names)
 
 
 def selfcheck(df, folder):

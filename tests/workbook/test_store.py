@@ -403,3 +403,8 @@ def test_a_run_is_judged_again_in_the_same_words_alone(run):
     assert first["evidence"] == {"ms": 2.3} and first["judged_again"].keys() == {"commit", "date"}
     assert second["verdict"] == "PASS" and "was" not in second
     assert run.judge_again(now) == []
+    by_row = [Claim("it stood", "INCONCLUSIVE", {"why": 1})]
+    (changed,) = run.judge_again(by_row, key=lambda text: text.split()[0])
+    second = run.verdicts()[1]
+    assert changed == second and (second["said"], second["was"]) == ("it ran", "PASS")
+    assert (second["claim"], second["evidence"]) == ("it stood", {"why": 1})
