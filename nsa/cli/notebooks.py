@@ -161,32 +161,39 @@ def judge(arguments) -> int:
 
     store = open_store(arguments.runs)
     found = [Run(store.find(name)) for name in arguments.run]
-    judged = [(one, _aims(one)) for one in found]  # all, before any is written
-    for one, claims in judged:
-        changed = one.judge_again(claims)
+    judged = [(one, *_aims(one)) for one in found]  # all, before any is written
+    for one, claims, *key in judged:
+        changed = one.judge_again(claims, *key)
         print(f"{one.id}: {len(changed)} verdicts changed")
         for entry in changed:
             print(f"  {entry['was']} -> {entry['verdict']}  {entry['claim']}")
     return GOOD
 
 
-def _aims(run) -> list:
-    """The claims of a run's notebook that its records alone decide."""
+def _aims(run) -> tuple:
+    """The claims of a run's notebook that its records alone decide and that may be missed; and by
+    what a sentence is known where its verdict is a part of it."""
     match run.id[:2]:
         case "02":
             from nsa.experiments.comparison.claims import aims
 
-            return aims(run.metrics())
+            return (aims(run.metrics()),)
         case "04":
             from nsa.experiments.throughput.claims import aims
 
-            return aims(run.metrics())
+            return (aims(run.metrics()),)
+        case "06":
+            from nsa.experiments.case_study.settlement import claims, table
+
+            return table.judged_again(run), claims.subject
         case "07" if (run.folder / "selfcheck.json").is_file():
             from nsa.experiments.selfcheck import claims, judged
 
             rows = judged.read([run.folder / "selfcheck.json"])
-            return [*claims.must_hold(rows), *claims.should_hold(rows)]
-    raise ValueError(f"{run.id} has no aims that its records decide; runs of 02, 04 and 07 have")
+            return ([*claims.must_hold(rows), *claims.should_hold(rows)],)
+    raise ValueError(
+        f"{run.id} has no aims that its records decide; runs of 02, 04, 06 and 07 have"
+    )
 
 
 def env(arguments) -> int:

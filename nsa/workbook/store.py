@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,22 +160,25 @@ class Run:
         if refuted and must_hold:
             raise AssertionError("; ".join(refuted))
 
-    def judge_again(self, claims: Iterable[Claim]) -> list[dict]:
+    def judge_again(self, claims: Iterable[Claim], key: Callable[[str], str] = str) -> list[dict]:
         """Stored sentences get the verdicts that `claims` of the same rows have by today's rules;
-        those that changed. A sentence must be the same to the letter, so its numbers are; what was
-        not measured may be said after it. Each keeps the verdict that it `was`, and the commit and
-        day of its new judge.
+        those that changed. Each keeps the verdict that it `was`, and the commit and day of its new
+        judge. A sentence must be the same to the letter, so its numbers are; what was not measured
+        may be said after it. Or it is the same by `key`, where a sentence has its verdict in it,
+        and then it keeps what it `said`.
         """
-        now = {claim.claim.partition(LACKS)[0]: claim for claim in claims}
+        now = {key(claim.claim.partition(LACKS)[0]): claim for claim in claims}
         facts, entries, changed = environment.provenance(environment.snapshot()), [], []
         for entry in self.verdicts():
-            claim = now.get(entry["claim"].partition(LACKS)[0])
-            if claim and claim.verdict != entry["verdict"]:
+            before = entry["claim"].partition(LACKS)[0]
+            claim = now.get(key(before))
+            reworded = claim and claim.claim.partition(LACKS)[0] != before
+            if claim and (reworded or claim.verdict != entry["verdict"]):
                 by = {"commit": facts["commit"], "date": environment.utc_now()}
-                entry |= {"was": entry["verdict"], "judged_again": by}
-                if LACKS in claim.claim:
+                entry |= {"said": entry["claim"]} if reworded else {}
+                entry |= {"was": entry["verdict"], "judged_again": by, "verdict": claim.verdict}
+                if claim.claim != entry["claim"]:
                     entry |= {"claim": claim.claim, "evidence": claim.evidence}
-                entry |= {"verdict": claim.verdict}
                 changed.append(entry)
             entries.append(entry)
         if changed:

@@ -267,4 +267,4 @@ def test_aims_of_a_stored_run_are_judged_by_todays_rules(tmp_path, capsys):
         ROOT / "runs/2026-11-21/01_memory_scaling-28623959", tmp_path / "2026-11-24/01_x-28623959"
     )
     assert cli.main(["judge", "02", "01_x", "--runs", str(tmp_path)]) == 2
-    assert "runs of 02, 04 and 07 have" in one_line(capsys)
+    assert "runs of 02, 04, 06 and 07 have" in one_line(capsys)

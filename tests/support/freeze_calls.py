@@ -9,7 +9,7 @@ mutants (00), profiles (04), and claims about rows that are not in metrics.csv.
 from pathlib import Path
 
 import pandas
-from claim_calls import all_known, claims_of, room
+from claim_calls import claims_of, room
 
 from nsa.workbook.store import Run
 
@@ -25,7 +25,7 @@ def again(folder: Path) -> dict[str, dict]:
     of, calls = claims_of(folder)
     claims = {name: call(of) for name, call in calls.items()}
     found = read[folder.name[:2]](df, folder, of)
-    return {"tables": {}, "figures": {}} | found | {"claims": claims}
+    return {"tables": {}, "figures": {}, "claims": claims} | found
 
 
 def ab(df, folder, of):
@@ -149,9 +149,7 @@ def settlement(df, folder, of):
         },
         "figures": {"memory": plots.memory(), "microseconds": plots.microseconds()},
     }
-    if of:
-        rows = [row for row in claims.all_rows() if all_known(row, of)]
-        found["figures"]["verdicts"] = plots.verdicts(claims.settle(of, rows))
+    found["claims"] = {claims.subject(c.claim): c for c in table.judged_again(Run(folder))}
     return found
 
 

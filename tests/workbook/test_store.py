@@ -434,3 +434,12 @@ def test_points_without_a_value_or_a_row_are_named_but_for_those_that_answered()
     assert metrics.unmeasured(rows, ["at"], of={"name": ["b", "d"]}) == ["2, b"]
     assert metrics.unmeasured(rows, ["at", "name"]) == ["2, a"]  # what was planned is not known
     assert metrics.unmeasured(rows[rows["name"] == "c"], ["at"], ["name"]) == []
+
+
+def test_a_sentence_with_its_verdict_in_it_is_known_by_its_key_and_keeps_what_it_said(run):
+    run.judge([Claim("it ran", "PASS", {})], must_hold=False)
+    by_row = [Claim("it stood", "INCONCLUSIVE", {"why": 1})]
+    (changed,) = run.judge_again(by_row, key=lambda text: text.split()[0])
+    (found,) = run.verdicts()
+    assert changed == found and (found["said"], found["was"]) == ("it ran", "PASS")
+    assert (found["claim"], found["evidence"]) == ("it stood", {"why": 1})

@@ -88,6 +88,8 @@ def training(runs: Iterable[Run]) -> list[dict]:
             settled = _same(run) | row
             if row["mode"] != "step" or row["median"] is None or not metrics.is_gpu(row["device"]):
                 continue
+            if row["x_name"] != "tokens":  # a soak's, along its steps
+                continue
             if (settled.get("ranks") or 1) != 1 or settled.get("observe"):
                 continue
             kind = "dense" if "dense" in (settled.get("attention"), row["backend"]) else "nsa"
@@ -118,19 +120,51 @@ def _same(run: Run) -> dict[str, Any]:
     return {name: c["values"][0] for name, c in columns.items() if len(c["values"]) == 1}
 
 
+# What a step's peak depends on beside GPU, model, backend and T: what it is where nobody says, and
+# its words. `dtype` is what a run of 01 calls its precision.
+SETTINGS: dict[str, tuple[Any, str]] = {
+    "attention": ("nsa", "{}"), "batch": (1, "batch {}"), "precision": (None, "{}"),
+    "dtype": (None, "{}"), "checkpoint": ("", "layers {} recomputed"),
+    "compile": (False, "compiled"), "cuda_graph": (False, "CUDA graph"), "ranks": (1, "{} ranks"),
+    "parallel": ("none", "{}"), "optimizer": (None, "{}"), "changes": (None, "{}"),
+}  # fmt: skip
+
+
+def _setting(row: dict) -> str:
+    """The settings of a row that are not the usual ones, and its batch, in words."""
+    given = {name: row.get(name) for name in SETTINGS}
+    given = {n: SETTINGS[n][0] if value is None else value for n, value in given.items()}
+    told = [
+        SETTINGS[n][1].format(v) for n, v in given.items() if n == "batch" or v != SETTINGS[n][0]
+    ]
+    return ", ".join(told)
+
+
 def memory(runs: Iterable[Run]) -> list[dict]:
-    """Tables of a training step's peak in GiB, one a GPU and model: backends by T."""
-    found: dict[tuple, dict[str, dict[float, dict]]] = {}
+    """Tables of a training step's peak in GiB, one a GPU, model and setting: backends by T.
+
+    A row is of one run, for code changes what a step holds: of the newest that has several T, or
+    else of the newest. What was measured at one T alone makes no table.
+    """
+    found: dict[tuple, dict[str, list[dict[float, dict]]]] = {}
     for run in runs:
+        here: dict[tuple, dict[float, dict]] = {}
         for row in rows_of(run, "peak_memory", _is_peak):
-            model = metrics.model_name(_same(run) | row)
-            backends = found.setdefault((row["device"], model), {})
+            settled = _same(run) | row
+            model = f"{metrics.model_name(settled)}, {_setting(settled)}"
             gib = None if row["median"] is None else row["median"] / 1024
             cell = {"tokens": row["x_value"], "gib": gib, "run": run["run"]}
-            backends.setdefault(row["backend"], {}).setdefault(row["x_value"], cell)
+            key = ((row["device"], model), row["backend"])
+            here.setdefault(key, {}).setdefault(row["x_value"], cell)
+        for (table, backend), cells in here.items():
+            found.setdefault(table, {}).setdefault(backend, []).append(cells)
     tables = []
-    for (device, model), backends in found.items():
+    for (device, model), measured in found.items():
+        several = {name: [of for of in all if len(of) > 1] for name, all in measured.items()}
+        backends = {name: (several[name] or all)[0] for name, all in measured.items()}
         tokens = sorted({t for cells in backends.values() for t in cells})
+        if len(tokens) < 2:
+            continue
         rows = []
         for backend in sorted(backends):
             cells = [backends[backend].get(t, {"tokens": t, "gib": None}) for t in tokens]
@@ -140,7 +174,11 @@ def memory(runs: Iterable[Run]) -> list[dict]:
             largest = length(max(fit)) if fit else "none"
             rows.append({"backend": backend, "cells": cells, "largest": largest})
         tables.append({"title": f"{model}, measured on {device}", "tokens": tokens, "rows": rows})
-    return sorted(tables, key=lambda t: (-max(t["tokens"]), t["title"]))
+    return sorted(tables, key=lambda t: (-_measured(t), t["title"]))
+
+
+def _measured(table: dict) -> int:
+    return sum(cell["gib"] is not None for row in table["rows"] for cell in row["cells"])
 
 
 def _is_peak(row: dict) -> bool:

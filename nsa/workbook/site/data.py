@@ -127,7 +127,7 @@ def columns(table) -> dict[str, Any]:
     configs = metrics.configs(table)
     fields = sorted({key for config in configs for key in config} - {*FOUND, *COLUMNS})
     columns = {name: list(table[name]) for name in COLUMNS}
-    columns |= {f: [config.get(f) for config in configs] for f in fields}
+    columns |= {f: [_scalar(config.get(f)) for config in configs] for f in fields}
     telling = {f: columns[f] for f in fields if _tells(columns[f])}
     keys = list(zip(*(columns[n] for n in COLUMNS), table["x_value"].fillna(-1), strict=True))
     kept = [*COLUMNS, *telling]
@@ -164,6 +164,13 @@ def _tells(values: list) -> bool:
     if any(isinstance(v, str) and TRIAL.fullmatch(v) for v in values):
         return False
     return not any(isinstance(v, float) and v != int(v) for v in values if v == v)
+
+
+def _scalar(value: Any) -> Any:
+    """A mapping of changes as text, None for one without any; the rest as it is."""
+    return (
+        (json.dumps(value, sort_keys=True) if value else None) if isinstance(value, dict) else value
+    )
 
 
 def _coded(values: list) -> dict[str, list]:

@@ -14,6 +14,7 @@ from nsa.experiments.case_study.settlement.claims import CONTRADICTED, KINDS, SI
 from nsa.experiments.case_study.settlement.facts import Asked, Fact
 from nsa.experiments.case_study.settlement.trials import TRIALS
 from nsa.lab.process.trial import Outcome
+from nsa.workbook.store import Run
 
 ROWS = claims.all_rows()
 # What the trials found on two CPU cores, and those that ask for one on an H100.
@@ -22,14 +23,16 @@ RUNS = {
     "step5": "03_step5_hang_bisection-8c596233",
     "sharding": "04_throughput-c9ebf4f2",
     "ranks": "05_distributed_tracing-220edbf3",
+    "versions": "torch_versions-b3b844b5.json",
 }
 COMMITTED = committed_root()
 QUICK = (
     "one-query", "boolean-mask", "fp16-adamw", "in-place", "pruning", "branches", "duplicates",
     "checkpointing",
 )  # fmt: skip
-# Nobody kept a record, nobody ran it, or (H3) 03 ran at a T too short for what it asks.
-OPEN = {"C5", "C27", "H3", "H13", "H14", "H16"}
+# Nobody kept a record, nobody ran it, 03 ran at a T too short for what it asks (H3), its trials
+# differ by as much (C20), or a number of which there is no record decides alone (P1).
+OPEN = {"C5", "C20", "C27", "H3", "H13", "H14", "H16", "P1"}
 
 
 def ended(found, status="ok", message=""):
@@ -226,14 +229,35 @@ def test_every_fact_of_a_decided_row_flips_a_verdict(found, flips):
 def test_every_figure_trial_and_run_that_a_fact_reads_flips_a_verdict(found, flips):
     _, by_source = flips
     read = {label for fact in found.values() for label in fact.evidence}
-    assert sorted(read - by_source) == ["run:versions", "table:BUSY"]  # of H13 and H3: open
+    assert sorted(read - by_source) == ["table:BUSY"]  # of H3: open
+
+
+def test_a_stated_number_decides_nothing_alone_and_is_named_beside_others():
+    stated = replace(fact("a", True), evidence=("table:RERUN", "trial:x"))
+    measured = replace(fact("b", True), evidence=("table:MEMORY_MIB",))
+    known = {"a": stated, "b": measured, "c": fact("c", False)}
+    [alone] = settle(known, [Row("C1", "x", "y", ("a",), ("c",))])
+    assert alone.verdict == "INCONCLUSIVE" and "stated" not in str(alone)
+    assert alone.settles == "CONFIRMED by stated numbers alone, a"
+    [both] = settle(known, [Row("C1", "x", "y", ("a", "b"), ("c",))])
+    assert str(both) == "C1 CONFIRMED: x; stated, without a record: a"
+    [none] = settle(known, [Row("C1", "x", "y", ("b",), ("c",))])
+    assert str(none) == "C1 CONFIRMED: x"
+    assert (stated.seen, measured.seen) == ("1 (>= 1 asked, stated)", "1 (>= 1 asked)")
+
+
+def test_a_pace_that_plain_trials_differ_by_decides_nothing(given):
+    run = given.found["run:step5"]
+    assert sorted(run["plain"]) == [3, 3, 3, 4, 4, 4]
+    asked = {one.name: one for one in facts.all_asked()}
+    for plain, holds in ((run["plain"], False), ([4, 4, 4], True)):
+        other = given.found | {"run:step5": run | {"plain": plain}}
+        seen = sources.Sources(other, given.lacking, given.labels)
+        assert asked["blocking-comes-less-far"].answer(seen).holds is holds
 
 
 def test_a_verdict_needs_no_number_that_was_not_measured(found):
-    assert [f.name for f in found.values() if f.value is None] == [
-        "versions-dispatch-alike",
-        "versions-lose-alike",
-    ]
+    assert [f.name for f in found.values() if f.value is None] == []
     assert all(fact.evidence for fact in found.values())
 
 
@@ -310,6 +334,7 @@ def test_two_versions_of_torch_decide_that_row_and_one_does_not(given, found, tm
     (tmp_path / "2026-01-01").mkdir()
     for rows, verdict in (
         ([row("2.5.1", 100, 0.0), row("2.11.0", 102, 1e-6)], "REFUTED"),
+        ([row("2.5.1", 120, 0.0), row("2.11.0", 100, 0.0)], "INCONCLUSIVE"),
         ([row("2.5.1", 100, 0.0), row("2.11.0", 202, 1e-6)], "CONFIRMED"),
         ([row("2.5.1", 100, 0.0), row("2.11.0", 102, 0.1)], "INCONCLUSIVE"),
         ([row("2.5.1", 100, 0.0), row("2.5.1", 100, 0.0)], "INCONCLUSIVE"),
@@ -358,6 +383,15 @@ def test_claims_carry_facts_with_their_limits_and_fail_when_contradicted(found):
     assert claims.fewer_undecided_than(both, 46).verdict == "FAIL"
     assert claims.fewer_undecided_than(settle(found), 65).verdict == "PASS"
     assert claims.fewer_undecided_than(settle(found), 0).verdict == "INCONCLUSIVE"
+
+
+def test_a_stored_run_says_what_todays_rules_make_of_its_numbers():
+    run = Run(ROOT / "runs/2026-11-24/06_case_study_settlement-666a2464")
+    now = {claim.claim: claim.verdict for claim in table.judged_again(run)}
+    assert {entry["claim"]: entry["verdict"] for entry in run.verdicts()} == now
+    changed = [e for e in run.verdicts() if e["verdict"] != e.get("was", e["verdict"])]
+    assert [claims.subject(e["claim"]) for e in changed] == ["C20", "H13", "P1", ""]
+    assert all(e["said"] != e["claim"] for e in changed)
 
 
 def test_what_is_refuted_explained_or_void_says_what_is_taken_back(found):

@@ -1,3 +1,7 @@
+import itertools
+
+import pytest
+from places import ROOT, committed_runs
 from test_site_data import FACTS
 
 from nsa.workbook import metrics
@@ -88,20 +92,82 @@ def test_of_two_batches_the_faster_counts():
         assert table["rows"][0]["nsa"]["text"] == "400"
 
 
-def test_what_fits_is_the_largest_that_was_measured():
+def peaks(name, *rows, **config):
     made = [
         {"operation": "training_step", "metric": "peak_memory", "unit": "MiB", "mode": "step",
          "x_name": "tokens", "x_value": tokens, "median": mib, "backend": backend,
-         "config": {"preset": "production", "layers": 12}}
-        for backend, tokens, mib in (("gather", 2048, 2048), ("gather", 8192, 81920),
-                                     ("masked", 2048, 90000), ("masked", 8192, None))
+         "config": {"preset": "production", "layers": 12, **config, **(more[0] if more else {})}}
+        for backend, tokens, mib, *more in rows
     ]  # fmt: skip
     table = metrics.table([metrics.row(row, FACTS) for row in made])
-    (found,) = answers.memory([{"run": "a", "rows": data.columns(table)}])
+    return {"run": name, "rows": data.columns(table)}
+
+
+def test_what_fits_is_the_largest_that_was_measured():
+    rows = (("gather", 2048, 2048), ("gather", 8192, 81920),
+            ("masked", 2048, 90000), ("masked", 8192, None))  # fmt: skip
+    (found,) = answers.memory([peaks("a", *rows)])
     gather, masked = found["rows"]
     assert gather["largest"] == "8k" and masked["largest"] == "none"
     assert [cell["text"] for cell in gather["cells"]] == ["2", "80"]
     assert masked["cells"][1]["text"] == "not measured"
+
+
+SETTINGS = [
+    {"batch": 4}, {"precision": "fp32"}, {"checkpoint": "all"}, {"ranks": 2}, {"compile": True},
+    {"cuda_graph": True}, {"attention": "dense"}, {"optimizer": "sgd"}, {"changes": {"dim": 512}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", SETTINGS, ids=str)
+def test_peaks_under_other_settings_are_in_tables_of_their_own(other):
+    usual = {"batch": 1, "precision": "bf16", "checkpoint": "", "ranks": 1, "changes": {}}
+    rows = [("gather", tokens, mib, usual) for tokens, mib in ((1024, 437), (2048, 460))]
+    rows += [("gather", tokens, mib, usual | other) for tokens, mib in ((1024, 474), (2048, 500))]
+    found = {t["title"]: t["rows"][0]["cells"] for t in answers.memory([peaks("a", *rows)])}
+    assert len(found) == 2
+    assert "production, 12 layers, batch 1, bf16, measured on NVIDIA H200" in found
+    gib = sorted([round(1024 * cell["gib"]) for cell in cells] for cells in found.values())
+    assert gib == [[437, 460], [474, 500]]
+
+
+def test_a_row_of_peaks_is_of_one_run_the_newest_with_several_lengths():
+    newest = peaks("newest", ("gather", 2048, 1400))
+    newer = peaks("newer", ("gather", 2048, 1500), ("gather", 8192, 4500))
+    old = peaks("old", *(("gather", tokens, tokens) for tokens in (512, 2048, 8192)))
+    (found,) = answers.memory([newest, newer, old])
+    assert [cell["run"] for cell in found["rows"][0]["cells"]] == ["newer", "newer"]
+    assert answers.memory([newest]) == []
+
+
+@pytest.fixture(scope="module")
+def stored():
+    read = [data._read(folder, ROOT / "runs") for folder in committed_runs()]
+    return sorted(read, key=lambda run: run["started"], reverse=True)
+
+
+def test_of_the_committed_runs_memory_only_grows_with_t(stored):
+    """Where settings were mixed gather had 0.463 GiB at T 1024 and 0.427 at 2048."""
+    tables = answers.memory(stored)
+    assert len({table["title"] for table in tables}) == len(tables) > 10
+    seen = 0
+    for table in tables:
+        for row in table["rows"]:
+            held = [cell["gib"] for cell in row["cells"] if cell["gib"] is not None]
+            assert all(b > 0.995 * a for a, b in itertools.pairwise(held)), (table["title"], row)
+            assert len({cell["run"] for cell in row["cells"] if cell["gib"] is not None}) <= 1
+            seen += row["backend"] == "gather" and len(held) > 1
+    assert seen > 4
+
+
+def test_of_the_committed_runs_each_training_row_was_measured_and_none_is_a_soaks(stored):
+    assert any("soak" in run["run"] and data.rows_of(run, "tokens_per_second") for run in stored)
+    for table in answers.training(stored):
+        lengths = [row["tokens"] for row in table["rows"]]
+        assert lengths == sorted(set(lengths)) and min(lengths) >= 512
+        assert all(row["nsa"] for row in table["rows"])
+        runs = [row[kind]["run"] for row in table["rows"] for kind in ("nsa", "dense") if row[kind]]
+        assert not [run for run in runs if "soak" in run]
 
 
 def test_who_is_hung_is_told_by_the_newest_run_that_asked():

@@ -9,8 +9,12 @@ where one is not, and is not known otherwise. The verdict follows from the sides
     one               none              that side's: CONFIRMED, REFUTED, EXPLAINED or VOID
     one               some              INCONCLUSIVE, until these are known
     none              any               INCONCLUSIVE
+
+A number that is stated, of which no record is kept here, decides nothing alone: a side of nothing
+else gives INCONCLUSIVE, and one that has such a number beside others says so.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -86,7 +90,18 @@ class Settled:
         holding = [verdict for verdict, holds in sides.items() if holds]
         if len(holding) > 1:
             return CONTRADICTED
-        return holding[0] if holding and None not in sides.values() else INCONCLUSIVE
+        if not holding or None in sides.values() or not self.measured(holding[0]):
+            return INCONCLUSIVE
+        return holding[0]
+
+    def stated(self, verdict: str) -> list[str]:
+        """The facts of a side that rest on stated numbers."""
+        names = [name.removeprefix(NOT) for name in self.row.sides.get(verdict, ())]
+        return [name for name in names if self.facts[name].stated]
+
+    def measured(self, verdict: str) -> bool:
+        """Whether a side has a fact that is not stated."""
+        return len(self.stated(verdict)) < len(self.row.sides[verdict])
 
     @property
     def evidence(self) -> list[str]:
@@ -104,11 +119,15 @@ class Settled:
         if self.verdict != INCONCLUSIVE:
             return ""
         unknown = dict.fromkeys(fact.why for fact in self.facts.values() if fact.holds is None)
-        said = [*unknown, self.row.otherwise]
+        alone = [v for v in self.row.sides if self.side(v) and not self.measured(v)]
+        said = [f"{v} by stated numbers alone, {', '.join(self.stated(v))}" for v in alone]
+        said += [*unknown, self.row.otherwise]
         return "; ".join(filter(None, said)) or "no side of it holds"
 
     def __str__(self) -> str:
-        return f"{self.row.id} {self.verdict}: {self.row.claim}"
+        stated = self.stated(self.verdict)
+        told = f"; stated, without a record: {', '.join(stated)}" if stated else ""
+        return f"{self.row.id} {self.verdict}: {self.row.claim}{told}"
 
 
 def settle(facts: Mapping[str, Fact], rows: Sequence[Row] = ()) -> list[Settled]:
@@ -147,6 +166,11 @@ def all_claims(settled: Sequence[Settled]) -> list[Claim]:
         )
         for one in settled
     ]
+
+
+def subject(sentence: str) -> str:
+    """The row that a claim is of, whatever its verdict; "" for the claim of all of them."""
+    return found[0] if (found := re.match(r"[A-Z]\d+(?= )", sentence)) else ""
 
 
 def fewer_undecided_than(settled: Sequence[Settled], most: int) -> Claim:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nsa.experiments.case_study.figures import STATED
 from nsa.experiments.case_study.settlement import asked, reread
 from nsa.experiments.case_study.settlement.sources import MALFORMED, Lacking, Sources
 from nsa.spelling import choice
@@ -41,12 +42,18 @@ class Fact:
         return bool(RELATIONS[self.relation](self.value, self.limit))
 
     @property
+    def stated(self) -> bool:
+        """Whether it rests on a number of which no record is kept here."""
+        return any(one.partition(":")[2] in STATED for one in self.evidence)
+
+    @property
     def seen(self) -> str:
         """The number beside what is asked: "1.359 (>= 1.8 asked)"."""
         if self.value is None:
             return self.why
         unit = f" {self.unit}" if self.unit else ""
-        return f"{short(self.value)}{unit} ({self.relation} {short(self.limit)} asked)"
+        told = ", stated" if self.stated else ""
+        return f"{short(self.value)}{unit} ({self.relation} {short(self.limit)} asked{told})"
 
     def __str__(self) -> str:
         told = {True: "yes", False: "no", None: "not known"}[self.holds]

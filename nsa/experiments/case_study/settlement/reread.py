@@ -1,8 +1,8 @@
 """Facts of the settlement that the reports' own figures decide, recomputed from them.
 
-Microseconds an operation stand on operations that were counted in the case study's code and are
-quoted; the loop rebuilt here dispatches about half as many (335,529 at T 1024 where 725,490 are
-quoted), so no time of the one is compared with a count of the other.
+Microseconds an operation stand on operations that were counted in the case study's code, of which
+no record is here; the loop rebuilt here dispatches about half as many (335,529 at T 1024 where
+725,490 are quoted), so no time of the one is compared with a count of the other.
 """
 
 import math
@@ -19,7 +19,6 @@ from nsa.workbook.scaling import local_exponents
 
 shapes = cache(peak_mib)
 BLOCK = 512  # bytes that the allocator rounds up to
-PCIE = 1e9  # bytes a second, a sixteenth of what its report assumes
 
 
 def forced_branch_mib(design: Design, tokens: int) -> float:
@@ -101,13 +100,12 @@ def _twelve(see: Sources) -> float:
     return twelve / (line.intercept + 12 * line.slope)
 
 
-def _limits(see: Sources) -> float:
+def too_short(see: Sources) -> float:
     """Of each step that was called a hang, its seconds over its limit; the least.
 
     What is known of that very configuration, or of the same with half its batch.
     """
     known = [((t.layers, t.tokens), t.seconds) for t in see["ALL_TIMINGS"]]
-    known.append(((12, 512), see["CPU_TEST_S"]))
     return min(
         seconds / limit
         for _, *sizes, _, limit in see["DEADLINES"]
@@ -146,16 +144,8 @@ def _packing(see: Sources) -> float:
     return abs(mean(costs)) / (stdev(costs) / math.sqrt(len(costs)))
 
 
-def _pcie(see: Sources) -> float:
-    """Share of a step that its bytes take on the bus: gradients to the other GPU and back, tokens
-    and targets, and what .item() reads, at a rate a sixteenth of the one that the report names."""
-    tokens = 2048 * 2
-    moved = 2 * 4 * parameters(production()) + 16 * tokens + 8 * 12 * 4 * 2 * see["SYNCS_512"]
-    return moved / PCIE / (tokens / see["BATCH_TOKENS_PER_S"][2])
-
-
 def _toy(see: Sources) -> float:
-    best = 128 / (operations(see, 12, 128) * min(known_us(see)) * 1e-6)
+    best = max(rate for tokens, rate, _ in see["TOKENS_PER_S"] if tokens == 128)
     return see["TOY_RUN_TOKENS_PER_S"] / best
 
 
@@ -228,7 +218,7 @@ VALUES: dict[str, Callable[[Sources], float]] = {
     "one-constant": _held_out,
     "seconds-follow-layers": _linear,
     "twelve-layers-end": _twelve,
-    "limits-too-short": _limits,
+    "limits-too-short": too_short,
     "cpu-test-too-long": _cpu_test,
     "silence-outlasts": _silence,
     "slow-without-a-hang": _slow,
@@ -238,7 +228,6 @@ VALUES: dict[str, Callable[[Sources], float]] = {
     "rtx-is-slower": _gpus,
     "gpu-waits": lambda see: see["BUSY"]["GPU"],
     "cpu-works": lambda see: see["BUSY"]["CPU"],
-    "pcie-takes-time": _pcie,
     "fsdp-sped-up-the-loop": lambda see: (
         see["FSDP_TOKENS_PER_S"] * max(t.seconds for t in see["TIMINGS"] if t.layers == 12) / 2048
     ),

@@ -144,6 +144,8 @@ def step5(folder: Path) -> Found:
     reached = rows(folder, "steps_reached")
     by_trial = {has["trial"]: value for value, has in reached}
     arms = {name: one["was in step"] for name, one in watched["found"].items()}
+    plain = {"path": "loop", "deadline": 1.0, "layers": 1, "lock_at": 0}
+    plain |= dict.fromkeys(("aux_stats", "tracing", "blocking"), False)
     still = [has["trial"] for _, has in reached if has["verdict"].startswith(("HANG", "STALLED"))]
     frame = metrics.read(folder / "metrics.csv")
     steps = frame[frame["operation"] == "step"]
@@ -156,6 +158,10 @@ def step5(folder: Path) -> Found:
         "watched standing still": sum(
             one["verdict"].startswith(("HANG", "STALLED")) for one in watched["found"].values()
         ),
+        # the one that ended is the calibration, which has no deadline
+        "plain": [
+            value for value, has in reached if has == has | plain and has["old_rule"] != "PASS"
+        ],
         "by deadline": longer["found"]["reached"],
         "by layers": layers["found"]["reached"],
         "operations": {path: of[path, tokens, "operations"] for path in ("loop", "masked")},
