@@ -352,6 +352,7 @@ def _keep_a_server(own_path: list[str]) -> None:
         return
     ours.close()
     _prctl(_DEATH, signal.SIGKILL, 0, 0, 0)
+    _rewrite(["warm_children"], [])  # with the variables it would be one of a trial's family
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
