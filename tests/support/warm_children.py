@@ -31,7 +31,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-ROOT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
+import shown_as
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.realpath(os.path.join(HERE, "..", ".."))
 PROGRAM = "import sys; sys.path.insert(0, %r); from warm_children import serve; serve(%d)()"
 LOADED = (
     "numpy", "pandas", "psutil", "yaml", "jaxtyping", "torch", "torch._dynamo", "torch.export",
@@ -48,14 +51,16 @@ STARTERS = ("nsa", "torch.distributed.run", "nsa.lab.process.launch", "nsa.lab.p
             "nsa.workbook.batch.child")  # fmt: skip
 STARTING_ENTRY = "nsa.lab.process.ranks:launch"
 MODULES = "nsa", "torch.distributed.run"  # and those of this package
+SCRIPTS = "rank_entries.py", "guard_ranks.py", "bucket_ranks.py"  # of this folder
 KERNEL = "kernelapp.launch_new_instance()\n"
 # Variables that are read as an interpreter starts or a library loads: the server's are the child's.
 READ_EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS", "MALLOC_", "TORCH_",
               "TORCHDYNAMO", "TORCHINDUCTOR", "TRITON_", "CUDA_", "JAXTYPING", "NPY_")  # fmt: skip
 SET_LATER = ("PYTHONPATH", "OMP_NUM_THREADS")  # by `_become`
-READ_LATER = "TORCH_NCCL_", "TORCH_FR_", "CUDA_VISIBLE_DEVICES", "TORCHELASTIC", "TRITON_CACHE_DIR"
+READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "CUDA_VISIBLE_DEVICES", "TORCHELASTIC",
+              "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # fmt: skip
 ROOM = 96 * 1024  # bytes for the arguments of a child, and for its environment
-_SUBREAPER, _IS_SUBREAPER, _DEATH, _MM, _MM_MAP = 36, 37, 1, 35, 14  # of prctl
+_SUBREAPER, _IS_SUBREAPER, _DEATH = 36, 37, 1  # of prctl
 _LENGTH = struct.Struct("!Q")
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 _cold_start = subprocess.Popen._execute_child
@@ -152,8 +157,8 @@ class Warm:
         if self._pid == os.getpid():
             return
         ours, theirs = socket.socketpair()
-        program = PROGRAM % (os.path.dirname(__file__), theirs.fileno())
-        # What it is called with is room for what its children are called with, see `_rewrite`.
+        program = PROGRAM % (HERE, theirs.fileno())
+        # What it is called with is room for what its children are called with, see `shown_as`.
         command = [sys.executable, "-c", program, "." * ROOM]
         environment = self._environment | {"NSA_TEST_ROOM": "." * ROOM}
         environment["OPENBLAS_NUM_THREADS"] = "1"  # threads that a fork leaves behind are none
@@ -168,10 +173,6 @@ class Warm:
             self.cold = cold
         theirs.close()
         _exactly(ours, 1)
-        self._socket, self._pid = ours, os.getpid()
-
-    def adopt(self, ours: socket.socket) -> None:
-        """Uses a server that this process has forked."""
         self._socket, self._pid = ours, os.getpid()
 
     @contextlib.contextmanager
@@ -197,9 +198,10 @@ def _early(environment) -> dict[str, str]:
 
 
 def _understood(words) -> dict | None:
-    """{"module" or "code", "arguments", "faulthandler", "unbuffered"} of a command that is served.
+    """{"module", "code" or "script", "arguments", "faulthandler", "unbuffered"} of what is served.
 
-    That is `python -m` of this package or of torchrun, and the code that starts a kernel of ours.
+    That is `python -m` of this package or of torchrun, the code that starts a kernel of ours, and
+    what ranks of tests run.
     """
     if not isinstance(words, list | tuple) or not words or words[0] != sys.executable:
         return None
@@ -211,13 +213,18 @@ def _understood(words) -> dict | None:
         elif word == "faulthandler" and words[at - 1] == "-X":
             found["faulthandler"] = True
         elif word in ("-m", "-c"):
+            kind, what, *arguments = words[at:] if len(words) > at + 1 else ("", "")
+            break
+        elif os.path.dirname(word) == HERE and os.path.basename(word) in SCRIPTS:
+            kind, what, arguments = "", word, words[at + 1 :]
             break
         elif word not in ("-X", "-Xfrozen_modules=off"):
             return None
     else:
         return None
-    kind, what, *arguments = words[at:] if len(words) > at + 1 else (None, None)
     found["arguments"] = arguments
+    if kind == "" and what:
+        return found | {"script": what}
     if kind == "-m" and (what in MODULES or what.startswith("nsa.")):
         return found | {"module": what}
     return found | {"code": what} if kind == "-c" and what.endswith(KERNEL) else None
@@ -251,9 +258,8 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 def serve(fd: int) -> Callable[[], object]:
     """Serves until nobody can ask any more; returns in each child, with what it is to run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us gets Ctrl-C, and ends us
-    _places()
-    place = os.path.dirname(__file__)
-    sys.path[:] = [p for p in sys.path if p not in (place, "")]
+    shown_as.places()
+    sys.path[:] = [p for p in sys.path if p not in (HERE, "")]
     for name in LOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -309,7 +315,7 @@ def _become(request: dict, streams: list[int], own_path: list[str]) -> Callable[
             resource.setrlimit(getattr(resource, name), limit)
     os.chdir(request["folder"])
     os.environ.clear()  # before the memory is written where its variables are
-    _rewrite(request["words"], [f"{name}={value}" for name, value in environment.items()])
+    shown_as.rewrite(request["words"], [f"{name}={value}" for name, value in environment.items()])
     os.environ.update(environment)
     if "OMP_NUM_THREADS" in environment:
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
@@ -325,7 +331,7 @@ def _become(request: dict, streams: list[int], own_path: list[str]) -> Callable[
     paths = [os.path.abspath(path) for path in paths]
     sys.path[:] = [request["folder"], *dict.fromkeys([*paths, *own_path])]
     importlib.invalidate_caches()
-    starts = "code" in command or command["module"] in STARTERS
+    starts = "code" in command or command.get("module") in STARTERS
     if starts or command["arguments"][:1] == [STARTING_ENTRY]:
         _keep_a_server(own_path)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -337,6 +343,13 @@ def _become(request: dict, streams: list[int], own_path: list[str]) -> Callable[
         sys.argv[:] = ["-c", *command["arguments"]]
         sys._xoptions["frozen_modules"] = "off"
         return functools.partial(exec, compile(command["code"], "<string>", "exec"), main)
+    if "script" in command:
+        script = command["script"]
+        sys.path[0] = os.path.dirname(script)
+        sys.argv[:] = [script, *command["arguments"]]
+        main |= {"__file__": script, "__cached__": None}
+        with open(script) as file:
+            return functools.partial(exec, compile(file.read(), script, "exec"), main)
     sys.argv[:] = ["-m", *command["arguments"]]
     return functools.partial(runpy._run_module_as_main, command["module"])
 
@@ -347,12 +360,14 @@ def _keep_a_server(own_path: list[str]) -> None:
     if os.fork():
         theirs.close()
         WARM.__init__()
-        WARM.adopt(ours)
+        WARM._socket, WARM._pid = ours, os.getpid()  # the one that was just forked
         WARM.install()
         return
     ours.close()
     _prctl(_DEATH, signal.SIGKILL, 0, 0, 0)
-    _rewrite(["warm_children"], [])  # with the variables it would be one of a trial's family
+    shown_as.rewrite(
+        ["warm_children"], []
+    )  # with the variables it would be one of a trial's family
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
@@ -367,29 +382,3 @@ def _unbuffered(stream, number: int) -> io.TextIOWrapper:
     made = io.TextIOWrapper(raw, stream.encoding, stream.errors, write_through=True)
     made.mode = "w"
     return made
-
-
-@functools.cache
-def _places() -> list[int]:
-    """Where this program's own arguments and environment begin and end, before any `_rewrite`."""
-    with open("/proc/self/stat") as file:
-        return [int(field) for field in file.read().rpartition(")")[2].split()[45:49]]
-
-
-def _rewrite(words: list[str], variables: list[str]) -> None:
-    """Puts both where /proc/self/cmdline and /proc/self/environ are read from."""
-    start, end, env_start, env_end = _places()
-    with open("/proc/self/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    texts = [b"".join(os.fsencode(text) + b"\0" for text in part) for part in (words, variables)]
-    ends = []
-    for text, begin, limit in zip(texts, (start, env_start), (end, env_end), strict=True):
-        ctypes.memset(begin, 0, limit - begin)
-        ctypes.memmove(begin, text, len(text))
-        ends.append(begin + len(text))
-    brk = ctypes.CDLL(None).sbrk
-    brk.restype = ctypes.c_void_p
-    # code, data, brk and stack as they are; then the two, no auxv, and the program as it is
-    layout = [*map(int, (fields[23], fields[24], *fields[42:45])), brk(0), int(fields[25])]
-    given = struct.pack("=12QII", *layout, start, ends[0], env_start, ends[1], 0, 0, 2**32 - 1)
-    _prctl(_MM, _MM_MAP, given, len(given), 0)  # where it may not be set, NULs are at both ends

@@ -28,7 +28,7 @@ TINY = [
     *("--data", "synthetic", "--device", "cpu", "--batch", "4", "--tokens", "48"),
 ]
 FOREVER = ["--steps", "1000000", "--eval-every", "2", "--into", "r"]
-ENDS_S = 60  # on a machine with much else to do; alone it takes a few
+ENDS_S = 240  # on a machine with much else to do; alone it takes a few
 
 
 @pytest.fixture
