@@ -359,6 +359,7 @@ def test_a_guard_ends_the_run_with_a_checkpoint_and_its_warnings_are_kept(place,
     assert not any(thread.name.startswith("nsa:") for thread in threading.enumerate())
 
 
+@pytest.mark.real_starts
 @pytest.mark.processes
 @pytest.mark.slow
 def test_two_ranks_end_in_order_each_with_the_cause_in_its_record(place):

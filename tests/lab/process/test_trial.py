@@ -28,6 +28,7 @@ def nobody_is_left(pids, count):
     return len(found) == count and wait_until_gone(found) == []
 
 
+@pytest.mark.real_starts
 def test_a_result_comes_back_from_a_process_in_a_session_of_its_own(tmp_path):
     outcome = run("echo", {"tokens": [1, 2.5, None, "é"]}, folder=tmp_path)
     assert (outcome.status, outcome.message, outcome.returncode) == ("ok", "", 0)
