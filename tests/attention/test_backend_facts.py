@@ -27,6 +27,11 @@ def interpreted(backend: str) -> bool:
     return (backend, DEVICE) == ("triton", "cpu")
 
 
+def later(names: list[str]) -> list:
+    """Those backends, the interpreted one in `make test-all` alone: it takes seconds a test."""
+    return [pytest.param(x, marks=[pytest.mark.full] * interpreted(x)) for x in names]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
 def test_no_query_sees_the_future_also_when_the_window_is_shorter_than_the_sequence(backend):
@@ -37,7 +42,7 @@ def test_no_query_sees_the_future_also_when_the_window_is_shorter_than_the_seque
         torch.testing.assert_close(before[:, : t + 1], after[:, : t + 1], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
+@pytest.mark.parametrize("backend", later(WITH_GRADIENT))
 def test_an_earlier_token_outside_block_0_and_window_is_still_attended_to(backend):
     """One-key attention and a truncated window both pass tests that only look for leaks."""
     config = NSAConfig(4, 2, 8, 5, window=40)
@@ -50,7 +55,7 @@ def test_an_earlier_token_outside_block_0_and_window_is_still_attended_to(backen
         assert k.abs().max() > 1e-6, f"{branch}: keys get no gradient"
 
 
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
+@pytest.mark.parametrize("backend", later(WITH_GRADIENT))
 def test_rows_without_a_key_give_zero_and_zero_gradient(backend):
     """ "Safe packing": here a property of every backend, with nothing to switch on."""
     drawn = draw(Case(30, config=ODD), torch.float32, DEVICE)
@@ -91,7 +96,7 @@ def test_a_kept_graph_goes_back_twice_for_nothing_it_saved_is_changed_in_place(b
         assert torch.equal(x, value) or not value.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("backend", later(NAMES))
 def test_the_output_has_the_dtype_of_q_whatever_the_gates_have(backend):
     args, kwargs = draw(Case(20), torch.float16, DEVICE).arguments()
     with torch.no_grad():
@@ -100,7 +105,7 @@ def test_the_output_has_the_dtype_of_q_whatever_the_gates_have(backend):
 
 
 @pytest.mark.parametrize("scale", [-0.4, 0.0, 2.5])
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
+@pytest.mark.parametrize("backend", later(WITH_GRADIENT))
 def test_the_scale_may_have_any_sign(backend, scale):
     drawn = draw(Case(30, kv_heads=1), torch.float32, DEVICE)
     args, kwargs = drawn.arguments()
@@ -143,7 +148,7 @@ SELECTIONS = {  # tokens, the blocks of each row as handed in, the same well-for
 
 
 @pytest.mark.parametrize("tokens, given, same", SELECTIONS.values(), ids=SELECTIONS)
-@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("backend", later(NAMES))
 def test_slots_that_name_no_block_or_one_again_are_empty(backend, tokens, given, same):
     drawn, found = draw(Case(tokens), torch.float32, DEVICE), []
     for row in (given, same):

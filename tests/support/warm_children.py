@@ -42,17 +42,15 @@ LOADED = (
     "torch.distributed.elastic.multiprocessing.errors", "torch.nn.attention.flex_attention",
     "torch.utils.flop_counter", "torch.utils.checkpoint", "torch.nn.parallel", "triton",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.fsdp",
-    "ipykernel.kernelapp", "ipykernel.ipkernel", "IPython", "scipy.stats", "jsonschema",
-    "nbclient", "nbformat", "papermill", "PIL.Image", "pyparsing", "dateutil",
+    "scipy.stats", "jsonschema", "nbclient", "nbformat", "papermill",
     "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.utils.data",
 )  # fmt: skip
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
-STARTERS = ("nsa", "torch.distributed.run", "nsa.lab.process.launch", "nsa.lab.process.family",
-            "nsa.workbook.batch.child")  # fmt: skip
+STARTERS = "nsa", "torch.distributed.run", "nsa.lab.process.launch", "nsa.lab.process.family"
 STARTING_ENTRY = "nsa.lab.process.ranks:launch"
 MODULES = "nsa", "torch.distributed.run"  # and those of this package
 SCRIPTS = "rank_entries.py", "guard_ranks.py", "bucket_ranks.py"  # of this folder
-KERNEL = "kernelapp.launch_new_instance()\n"
+NOT_SERVED = ("nsa.workbook.batch.child",)  # it outlives who started it, and is ended by others
 # Variables that are read as an interpreter starts or a library loads: the server's are the child's.
 READ_EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS", "MALLOC_", "TORCH_",
               "TORCHDYNAMO", "TORCHINDUCTOR", "TRITON_", "CUDA_", "JAXTYPING", "NPY_")  # fmt: skip
@@ -198,10 +196,9 @@ def _early(environment) -> dict[str, str]:
 
 
 def _understood(words) -> dict | None:
-    """{"module", "code" or "script", "arguments", "faulthandler", "unbuffered"} of what is served.
+    """{"module" or "script", "arguments", "faulthandler", "unbuffered"} of what is served.
 
-    That is `python -m` of this package or of torchrun, the code that starts a kernel of ours, and
-    what ranks of tests run.
+    That is `python -m` of this package or of torchrun, and what ranks of tests run.
     """
     if not isinstance(words, list | tuple) or not words or words[0] != sys.executable:
         return None
@@ -212,22 +209,16 @@ def _understood(words) -> dict | None:
             found["unbuffered"] = True
         elif word == "faulthandler" and words[at - 1] == "-X":
             found["faulthandler"] = True
-        elif word in ("-m", "-c"):
-            kind, what, *arguments = words[at:] if len(words) > at + 1 else ("", "")
-            break
+        elif word == "-m" and len(words) > at + 1:
+            what, arguments = words[at + 1], words[at + 2 :]
+            if what in NOT_SERVED or not (what in MODULES or what.startswith("nsa.")):
+                return None
+            return found | {"module": what, "arguments": arguments}
         elif os.path.dirname(word) == HERE and os.path.basename(word) in SCRIPTS:
-            kind, what, arguments = "", word, words[at + 1 :]
-            break
-        elif word not in ("-X", "-Xfrozen_modules=off"):
+            return found | {"script": word, "arguments": words[at + 1 :]}
+        elif word != "-X":
             return None
-    else:
-        return None
-    found["arguments"] = arguments
-    if kind == "" and what:
-        return found | {"script": what}
-    if kind == "-m" and (what in MODULES or what.startswith("nsa.")):
-        return found | {"module": what}
-    return found | {"code": what} if kind == "-c" and what.endswith(KERNEL) else None
+    return None
 
 
 def _finds_this_package(folder: str, environment: dict[str, str]) -> bool:
@@ -331,18 +322,12 @@ def _become(request: dict, streams: list[int], own_path: list[str]) -> Callable[
     paths = [os.path.abspath(path) for path in paths]
     sys.path[:] = [request["folder"], *dict.fromkeys([*paths, *own_path])]
     importlib.invalidate_caches()
-    starts = "code" in command or command.get("module") in STARTERS
-    if starts or command["arguments"][:1] == [STARTING_ENTRY]:
+    if command.get("module") in STARTERS or command["arguments"][:1] == [STARTING_ENTRY]:
         _keep_a_server(own_path)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main = sys.modules["__main__"].__dict__
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]
-    if "code" in command:
-        sys.path[0] = ""
-        sys.argv[:] = ["-c", *command["arguments"]]
-        sys._xoptions["frozen_modules"] = "off"
-        return functools.partial(exec, compile(command["code"], "<string>", "exec"), main)
     if "script" in command:
         script = command["script"]
         sys.path[0] = os.path.dirname(script)

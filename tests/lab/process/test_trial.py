@@ -69,6 +69,7 @@ def test_running_out_of_memory_is_oom(name):
     assert outcome.message and "Traceback" in outcome.evidence
 
 
+@pytest.mark.real_starts  # of a crash, Python names each loaded module of C behind the stack
 @pytest.mark.parametrize(
     ("name", "spec", "status", "returncode", "message", "evidence"),
     [

@@ -21,7 +21,7 @@ from nsa.workbook.batch.local import Local
 from nsa.workbook.batch.place import Job
 from nsa.workbook.files import read_json, write_json
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.real_starts]
 
 
 @pytest.fixture
@@ -240,7 +240,6 @@ def test_a_batch_of_real_runs_tells_what_failed_where_and_is_cancelled_from_outs
     assert "1 ok, 1 failed, 1 stopped" in shown
 
 
-@pytest.mark.real_starts
 @pytest.mark.slow
 def test_a_job_over_its_time_leaves_the_partial_notebook_and_is_failed(tmp_path):
     plan = "jobs: [{name: long, notebook: tiny, timeout: 30s}]"
