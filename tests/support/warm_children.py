@@ -325,6 +325,8 @@ def _become(request: dict, streams: list[int], own_path: list[str]) -> Callable[
     if command.get("module") in STARTERS or command["arguments"][:1] == [STARTING_ENTRY]:
         _keep_a_server(own_path)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in (__name__, shown_as.__name__):  # who lists what is loaded sees what was asked for
+        del sys.modules[name]
     main = sys.modules["__main__"].__dict__
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]
