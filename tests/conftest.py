@@ -14,6 +14,7 @@ import sys
 import pytest
 import torch
 from poisoned import poison
+from warm_children import WARM
 
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -27,7 +28,7 @@ torch.set_num_threads(1)  # tensors this small gain nothing from a second one
 
 STARTED: list[str] = []  # commands that this process has started since the current test began
 # Asked once, by whichever test is the first to: for GPUs, and for fonts of a first cache.
-ASKED_ONCE = "nvidia-smi", "fc-list"
+ASKED_ONCE = "nvidia-smi", "fc-list", "warm_children"
 _start = subprocess.Popen.__init__
 
 
@@ -38,6 +39,20 @@ def _noted(self, arguments, *more, **options):
 
 
 subprocess.Popen.__init__ = _noted
+if not DEVICES and sys.platform == "linux":
+    WARM.install()
+
+
+@pytest.fixture(autouse=True)
+def starts_are_warm(request):
+    """A test that starts processes finds a warm server there, or none where it wants none."""
+    if request.node.get_closest_marker("real_starts"):
+        with WARM.real():
+            yield
+    else:
+        if WARM.installed and request.node.get_closest_marker("processes"):
+            WARM.ready()
+        yield
 
 
 @pytest.fixture(autouse=True)

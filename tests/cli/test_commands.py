@@ -236,6 +236,7 @@ def test_a_run_that_is_like_none_gets_the_latest(place, capsys):
     assert "the nearest is '01_tiny-1234567" in one_line(capsys)
 
 
+@pytest.mark.real_starts
 @pytest.mark.processes
 @pytest.mark.full
 def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):

@@ -119,6 +119,7 @@ def test_outputs_and_gradients_are_as_accurate_as_plain_torch(run, number):
     check(by_warps(case, number), gated)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(len(CHOSEN)))
 def test_selected_blocks_are_attended_to_as_accurately_as_by_plain_torch(run, number):
     run(seed=number)
@@ -139,6 +140,7 @@ def test_what_is_selected_is_as_important_as_exactly(run, number):
         assert_selects_as_well(blocks, scores(rows, those, config, scale), config, q.dtype)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("base_branch", [None, 0])
 def test_selected_blocks_are_added_to_a_base_in_its_place(run, base_branch):
     run()
@@ -376,6 +378,7 @@ def right() -> dict:
     return {}
 
 
+@pytest.mark.full
 @emulated
 @pytest.mark.parametrize(
     ("kernel", "what", "of", "by"), EACH, ids=[f"{x[0]}: {x[1]}" for x in EACH]

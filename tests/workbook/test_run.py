@@ -120,6 +120,7 @@ run.show(plots.scaling(run.metrics()), "memory")"""
     assert (place / "figures" / "01_tiny--exponents.svg").is_file()
 
 
+@pytest.mark.real_starts
 @pytest.mark.processes
 def test_a_failed_run_says_so_and_publishes_no_figure(place):
     notebook(place, MEASURE, "1 / 0", "print(1)")

@@ -386,7 +386,7 @@ def test_claims_carry_facts_with_their_limits_and_fail_when_contradicted(found):
 
 
 def test_a_stored_run_says_what_todays_rules_make_of_its_numbers():
-    run = Run(ROOT / "runs/2026-11-24/06_case_study_settlement-666a2464")
+    run = Run(COMMITTED / "2026-11-24/06_case_study_settlement-666a2464")
     now = {claim.claim: claim.verdict for claim in table.judged_again(run)}
     assert {entry["claim"]: entry["verdict"] for entry in run.verdicts()} == now
     changed = [e for e in run.verdicts() if e["verdict"] != e.get("was", e["verdict"])]

@@ -39,12 +39,20 @@ def telling(fault):
     return evidence
 
 
-@pytest.mark.parametrize("fault", every(), ids=lambda fault: fault.name)
-def test_the_judge_never_sees_what_was_planted(fault):
-    module, _, name = fault.subject.partition(":")
-    seen = json.dumps(blind(telling(fault), fault).to_dict())
-    for word in (fault.subject, module, name, "selfcheck", "settings"):
-        assert word not in seen
+def test_the_judge_never_sees_what_was_planted():
+    told = {}
+    for fault in every():
+        module, _, name = fault.subject.partition(":")
+        seen = json.dumps(blind(telling(fault), fault).to_dict())
+        words = (fault.subject, module, name, "selfcheck", "settings")
+        told[fault.name] = [word for word in words if word in seen]
+    assert len(told) == len(every()) > 200
+    assert {name: words for name, words in told.items() if words} == {}
+
+
+def test_a_judge_that_saw_the_subject_would_be_noticed():
+    (fault,) = chosen(["missing shard"])
+    assert fault.subject in json.dumps(telling(fault).to_dict())
 
 
 def test_the_blind_evidence_is_otherwise_the_same():

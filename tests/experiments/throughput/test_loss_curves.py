@@ -25,10 +25,14 @@ BACKENDS = {
     "cpu": [name for name in registry.names() if name not in ("flash", "flex", "triton")],
     "cuda": [name for name in registry.names() if name != "flash"],
 }
-MARKS = {"cpu": (), "cuda": pytest.mark.gpu}
+MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
 DEVICES = [pytest.param(device, marks=MARKS[device]) for device in BACKENDS]
+# The exhibit, which no one trains with, takes half a minute a curve on a CPU.
+LONG = [("cpu", "sequential")]
 RUNS = [
-    pytest.param(backend, device, marks=MARKS[device])
+    pytest.param(
+        backend, device, marks=[pytest.mark.long] * ((device, backend) in LONG) + MARKS[device]
+    )
     for device, backends in BACKENDS.items()
     for backend in backends
 ]

@@ -28,7 +28,7 @@ TINY = [
     *("--data", "synthetic", "--device", "cpu", "--batch", "4", "--tokens", "48"),
 ]
 FOREVER = ["--steps", "1000000", "--eval-every", "2", "--into", "r"]
-ENDS_S = 60  # on a machine with much else to do; alone it takes a few
+ENDS_S = 240  # on a machine with much else to do; alone it takes a few
 
 
 @pytest.fixture
@@ -359,6 +359,7 @@ def test_a_guard_ends_the_run_with_a_checkpoint_and_its_warnings_are_kept(place,
     assert not any(thread.name.startswith("nsa:") for thread in threading.enumerate())
 
 
+@pytest.mark.real_starts
 @pytest.mark.processes
 @pytest.mark.slow
 def test_two_ranks_end_in_order_each_with_the_cause_in_its_record(place):

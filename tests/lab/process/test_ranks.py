@@ -14,6 +14,7 @@ def run(folder, how, entry="end_as_told", deadline_s=120):
     return run_ranks(f"trial_entries:{entry}", how, ranks=2, deadline_s=deadline_s, folder=folder)
 
 
+@pytest.mark.real_starts
 @pytest.mark.processes
 @pytest.mark.full
 def test_every_rank_returns_its_own_result_and_leaves_what_it_printed(tmp_path):

@@ -33,9 +33,14 @@ def test_a_spec_that_cannot_be_run_is_refused(values, said):
         Spec("a:b", **values)
 
 
-@pytest.mark.parametrize("new", renamed.MOVED.values())
-def test_every_moved_module_is_there(new):
-    importlib.import_module(new)
+def test_every_moved_module_is_there():
+    lost = {}
+    for new in renamed.MOVED.values():
+        try:
+            importlib.import_module(new)
+        except ImportError as error:
+            lost[new] = str(error)
+    assert renamed.MOVED and lost == {}
 
 
 def test_a_stored_spec_runs_the_subject_where_it_is_now():

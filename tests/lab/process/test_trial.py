@@ -28,6 +28,7 @@ def nobody_is_left(pids, count):
     return len(found) == count and wait_until_gone(found) == []
 
 
+@pytest.mark.real_starts
 def test_a_result_comes_back_from_a_process_in_a_session_of_its_own(tmp_path):
     outcome = run("echo", {"tokens": [1, 2.5, None, "é"]}, folder=tmp_path)
     assert (outcome.status, outcome.message, outcome.returncode) == ("ok", "", 0)
@@ -68,6 +69,7 @@ def test_running_out_of_memory_is_oom(name):
     assert outcome.message and "Traceback" in outcome.evidence
 
 
+@pytest.mark.real_starts  # of a crash, Python names each loaded module of C behind the stack
 @pytest.mark.parametrize(
     ("name", "spec", "status", "returncode", "message", "evidence"),
     [

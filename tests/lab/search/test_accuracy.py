@@ -40,6 +40,7 @@ def test_there_are_ten_cells_none_of_which_a_calibration_runs():
     assert all(cell["layers"] > 2 or cell["tokens"] > 512 for cell in cells)
 
 
+@pytest.mark.real_starts  # it measures how long a process takes
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["12 layers", pytest.param("dense masks", marks=pytest.mark.long)])

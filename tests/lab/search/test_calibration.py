@@ -185,6 +185,7 @@ def test_a_prediction_is_given_or_measured():
         Plan({}, calibrate="yes")
 
 
+@pytest.mark.real_starts  # it measures how long a process takes
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from nsa.workbook.batch.local import Local
 from nsa.workbook.batch.place import Job
 from nsa.workbook.files import read_json, write_json
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.real_starts]
 
 
 @pytest.fixture
