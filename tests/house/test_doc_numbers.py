@@ -18,7 +18,7 @@ COUNTED = {
     "docs/results.md": (164, 12, 0),
     "docs/hangs.md": (44, 15, 0),
     "docs/memory.md": (4, 12, 0),
-    "docs/kernels.md": (107, 933, 0),
+    "docs/kernels.md": (107, 953, 0),
     "docs/generate.md": (27, 6, 0),
     "docs/coverage.md": (32, 0, 63),  # of its notes; most others are sizes and counts of rows
 }
