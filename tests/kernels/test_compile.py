@@ -66,8 +66,8 @@ def test_an_address_made_of_one_register_twice_is_found():
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_one_token_makes_no_address_of_one_register_twice():
-    found = compiled(90, "thin", "one")["compiled"]
+def test_one_token_and_odd_rows_make_no_address_of_one_register_twice():
+    found = compiled(90, "thin", "odd")["compiled"]
     wrong = [x for x in found if x["crossed"]]
     assert found and not wrong, said(wrong)
 
