@@ -17,13 +17,15 @@ from dataclasses import replace
 import pandas
 import pytest
 from claim_calls import claims_of
-from places import committed_runs
+from places import UNKNOWN, committed_runs, in_git
 
 from nsa.experiments.selfcheck.judged import LATE, NOTHING
 from nsa.experiments.soak.trials import Soak
 from nsa.workbook import metrics
 from nsa.workbook.claim import Claim
 
+if not in_git():
+    pytest.skip(UNKNOWN, allow_module_level=True)
 RUNS = {folder.name: folder for folder in committed_runs()}
 ROOMS = ("01", "02", "04", "06", "07", "09", "10", "11")
 SAMPLE = 3

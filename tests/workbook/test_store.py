@@ -436,6 +436,7 @@ def test_points_without_a_value_or_a_row_are_named_but_for_those_that_answered()
     assert metrics.unmeasured(rows[rows["name"] == "c"], ["at"], ["name"]) == []
 
 
+@pytest.mark.processes
 def test_a_sentence_with_its_verdict_in_it_is_known_by_its_key_and_keeps_what_it_said(run):
     run.judge([Claim("it ran", "PASS", {})], must_hold=False)
     by_row = [Claim("it stood", "INCONCLUSIVE", {"why": 1})]

@@ -110,7 +110,7 @@ def _lost(
     start = [max(first[m], least * longest.get(m, 0)) for m in rows["model"]]
     parts = {m for m in rows["metric"] if m.startswith("memory_")}
     parts -= {f"memory_{name}" for name in table.CONSTANT}
-    of = {"metric": parts, "backend": backends}
+    of = {"metric": parts, "backend": {*mine["backend"]}}  # who declined has none of them
     return metrics.unmeasured(rows[rows["x_value"] >= start], ["model", "x_value"], of=of)
 
 
