@@ -1,8 +1,8 @@
 """Starts children of the package as forks of one process that has loaded torch, in tests alone.
 
 `import torch` costs two seconds of a processor, and hundreds of tests start a process that needs
-it. `Warm` takes the place of `subprocess.Popen`'s own start for `python -m` of this package or of
-torchrun, where the child would be told apart by nothing but its start time and what it has loaded:
+it. `Warm` takes the place of `subprocess.Popen`'s own start for `python -m` of this package, where
+the child would be told apart by nothing but its start time and what it has loaded:
 arguments, environment (in /proc too), folder, streams, session, parent and `__main__` are those of
 a process that was executed. Everything else is started as always. Where it forks it is the child of
 whoever asked: the fork's starter ends at once, and the one who asked adopts it as its subreaper.
@@ -46,9 +46,9 @@ LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.utils.data",
 )  # fmt: skip
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
-STARTERS = "nsa", "torch.distributed.run", "nsa.lab.process.launch", "nsa.lab.process.family"
+STARTERS = "nsa", "nsa.lab.process.launch", "nsa.lab.process.family"
 STARTING_ENTRY = "nsa.lab.process.ranks:launch"
-MODULES = "nsa", "torch.distributed.run"  # and those of this package
+RANKS = "torch.distributed.run"  # it and its ranks are executed: a forked rank once did not end
 SCRIPTS = "rank_entries.py", "guard_ranks.py", "bucket_ranks.py"  # of this folder
 NOT_SERVED = ("nsa.workbook.batch.child",)  # it outlives who started it, and is ended by others
 # Variables that are read as an interpreter starts or a library loads: the server's are the child's.
@@ -198,7 +198,7 @@ def _early(environment) -> dict[str, str]:
 def _understood(words) -> dict | None:
     """{"module" or "script", "arguments", "faulthandler", "unbuffered"} of what is served.
 
-    That is `python -m` of this package or of torchrun, and what ranks of tests run.
+    That is `python -m` of this package without ranks, and what ranks of tests run.
     """
     if not isinstance(words, list | tuple) or not words or words[0] != sys.executable:
         return None
@@ -211,7 +211,8 @@ def _understood(words) -> dict | None:
             found["faulthandler"] = True
         elif word == "-m" and len(words) > at + 1:
             what, arguments = words[at + 1], words[at + 2 :]
-            if what in NOT_SERVED or not (what in MODULES or what.startswith("nsa.")):
+            ours = what == "nsa" or what.startswith("nsa.")
+            if not ours or what in NOT_SERVED or RANKS in arguments:
                 return None
             return found | {"module": what, "arguments": arguments}
         elif os.path.dirname(word) == HERE and os.path.basename(word) in SCRIPTS:

@@ -27,7 +27,7 @@ def test_committed_runs_hold_peaks_of_every_backend_that_is_traced():
     assert len(found) > 290
     backends = {c.spec.backend for c in found if c.spec.attention == "nsa"}
     assert backends == {"masked", "sdpa", "gather", "packed", "flex"}  # triton: see `kept_since`
-    assert {c.spec.checkpoint for c in found} == {"", "all"}
+    assert {c.spec.checkpoint for c in found} == {""}
     assert all(c.mib > 0 and c.spec.device == "cuda" for c in found)
 
 

@@ -98,7 +98,7 @@ def test_ctrl_c_ends_it(tmp_path):
     assert child.returncode == 1 and "KeyboardInterrupt" in out.read_text()
 
 
-def test_ranks_are_forks_of_torchruns_own_server_and_end_as_executed_ones(tmp_path):
+def test_torchrun_is_executed_by_a_fork_and_its_ranks_end_as_always(tmp_path):
     def rows():
         found = ranks.run_ranks(
             "told_start:told", {}, ranks=2, deadline_s=100, folder=tmp_path / "ranks"
