@@ -9,8 +9,10 @@ pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 import doc_numbers
 from doc_numbers import Binding, Shown
-from places import ROOT
+from places import ROOT, UNKNOWN, in_git
 
+if not in_git():
+    pytest.skip(UNKNOWN, allow_module_level=True)
 BINDINGS = doc_numbers.bindings()
 # Bound to a run, stated, and neither: a number that is written or bound changes them.
 COUNTED = {
