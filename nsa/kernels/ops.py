@@ -214,7 +214,7 @@ def attend(
 
 
 def _kept(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What `attend` of q in this dtype returns beside o, in order, and the dtype of each."""
+    """Names and dtypes of the results of `attend` beside o, in order, for q of this dtype."""
     o_cmp = torch.int16 if dtype == torch.bfloat16 else torch.float32
     kept = {"o_cmp": o_cmp, "unit": torch.float32, "rest": torch.int8}
     kept |= dict.fromkeys(("lse_cmp", "lse_win", "lse_slc"), torch.float32)

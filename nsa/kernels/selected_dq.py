@@ -95,9 +95,9 @@ def _selected_dq(
 ):  # fmt: skip
     """One program: dq and delta of one tile's rows over the union of their blocks.
 
-    dS = P (dP - delta) takes delta from what <do, o> of the gated sum leaves to this branch, with
-    o's rounding. The delta that comes out has none of it: the sum of all dS is what that was off
-    by. Where few keys are seen, all is done once more with it.
+    dS = P (dP - delta) takes delta from what <do, o> of the gated sum leaves to this branch, off by
+    what o with its rest still lacks. The delta that comes out is not: the sum of all dS is what
+    that was off by. Where few keys are seen, all is done once more with it.
     """
     ROWS: tl.constexpr = WALK.rows
     D: tl.constexpr = WALK.d

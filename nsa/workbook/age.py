@@ -1,4 +1,4 @@
-"""How old evidence is: what changed since its commit in the code that most of it speaks of."""
+"""Age of evidence: changes since its commit in the code that most of it speaks of."""
 
 import re
 import subprocess
@@ -45,7 +45,7 @@ class Age:
 
 @lru_cache
 def since(commit: str, at: str = "HEAD", top: Path = PACKAGE.parent) -> Age:
-    """What changed from a commit to another."""
+    """Commits and lines that touched WHERE from `commit` to `at`."""
     if not re.fullmatch("[0-9a-f]{7,40}", commit):
         return Age("")
     span = (f"{commit}..{at}", "--", *WHERE)

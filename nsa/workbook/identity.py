@@ -79,8 +79,8 @@ def source(notebook: str | Path) -> str:
 
 
 def source_at(commit: str, notebook: str, top: str | Path = PACKAGE.parent) -> str | None:
-    """What `source` gives in that commit's tree, of the notebook of that name; None where git has
-    no such commit, or it has no such notebook."""
+    """`source` of the notebook of that name in that commit's tree; None if git has no such commit,
+    or the commit no such notebook."""
     package, book = PACKAGE.name, f"notebooks/{notebook}.ipynb"
     try:
         archive = subprocess.run(

@@ -64,8 +64,8 @@ class StoredRun:
 
     @property
     def commit(self) -> str:
-        """Of the source that ran, "" where nobody knows: as NSA_COMMIT told it, for git's own may
-        be of another tree, over which that source was laid."""
+        """Commit of the source that ran, "" if unknown: NSA_COMMIT's if set, since git's own may be
+        of another tree, over which that source was laid."""
         told = (self.environment.get("variables") or {}).get("NSA_COMMIT")
         return str(told or (self.environment.get("git") or {}).get("commit") or "")
 
@@ -74,8 +74,7 @@ class StoredRun:
 
     @property
     def labels(self) -> list[str]:
-        """What a reader has to know of it as evidence: lines of its notes.txt, and what its records
-        lack."""
+        """Caveats for readers of this evidence: lines of its notes.txt, and missing records."""
         notes = self.folder / "notes.txt"
         lines = notes.read_text(encoding="utf-8").splitlines() if notes.is_file() else []
         git = (self.environment.get("git") or {}).get("commit")
@@ -154,8 +153,10 @@ class Stored:
     def sentence(
         self, notebook: str, pattern: str, among: Callable[[StoredRun], bool] = lambda run: True
     ) -> Sentence | None:
-        """Of the newest sentence of each device that begins so and is decided the worst; else the
-        newest; else None. What one device refutes, another's newer run does not mend."""
+        """Worst of the devices' newest decided sentences that begin so; else the newest; else None.
+
+        A newer run on another device does not mend what one device refutes.
+        """
         found: list[Sentence] = []
         decided: dict[str, Sentence] = {}
         for run in filter(among, self.of(notebook)):

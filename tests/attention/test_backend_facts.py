@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def interpreted(backend: str) -> bool:
-    """Whether each of its kernels' programs takes milliseconds; then fewer tokens show the fact."""
+    """True if a program of its kernels takes milliseconds; fewer tokens then show the fact."""
     return (backend, DEVICE) == ("triton", "cpu")
 
 

@@ -49,7 +49,7 @@ LOADED = (
 STARTERS = "nsa", "nsa.lab.process.launch", "nsa.lab.process.family"
 STARTING_ENTRY = "nsa.lab.process.ranks:launch"
 RANKS = "torch.distributed.run"  # it and its ranks are executed: a forked rank once did not end
-SCRIPTS = "rank_entries.py", "guard_ranks.py", "bucket_ranks.py"  # of this folder
+SCRIPTS = ("rank_entries.py",)  # of this folder, started without torchrun
 NOT_SERVED = ("nsa.workbook.batch.child",)  # it outlives who started it, and is ended by others
 # Variables that are read as an interpreter starts or a library loads: the server's are the child's.
 READ_EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS", "MALLOC_", "TORCH_",

@@ -45,7 +45,7 @@ class Aim:
         return [row for row in rows if not row.skipped and self.among(row)]
 
     def lost(self, rows: Iterable[Judged]) -> list[str]:
-        """Those that it is about and that were not run, as far as their names tell."""
+        """Rows of this line that were not run, as far as their names tell."""
         late = [row for row in rows if row.late and self.among(replace(row, line_named=False))]
         return [f"{row.name}, load {row.load}, round {row.round}" for row in late]
 

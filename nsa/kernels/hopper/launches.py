@@ -311,7 +311,6 @@ def launch_forward(
     from nsa.kernels.hopper.forward import forward_kernel
 
     q, k, v = operands
-    o, _, _ = out
     gates, branch, base, base_branch, base_unit = mix
     total, heads, dim = q.shape
     tiles = tokens.tile_count(tile.rows)
@@ -319,7 +318,7 @@ def launch_forward(
         forward_kernel, (min(tiles * heads, processors(q.device)),),
         _tiles(q, tokens, tile.rows // 2), _tiles(k, keys, tile.keys), _tiles(v, keys, tile.keys),
         *out, gates, base, base_unit,
-        tuple(None if x is None else x.stride() for x in (o, gates, base)),
+        tuple(None if x is None else x.stride() for x in (out[0], gates, base)),
         (tokens.length, keys.length, tiles, tiles * heads), total, scale * LOG2E,
         SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
         BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
@@ -346,9 +345,9 @@ def launch_selected(
     scale: float,
     tile: Tile,
 ) -> None:
-    """o [tokens, HQ, D], its rest and lse2 [tokens, HQ], `out`, of operands q, k, v.
+    """o [tokens, HQ, D], its rest and lse2 [tokens, HQ], `out`, of q, k, v, by plan's large tiles.
 
-    By plan's large tiles; mix: as of `launch_forward`.
+    mix: as of `launch_forward`.
     """
     from nsa.kernels.hopper.selected import selected_kernel
 

@@ -165,7 +165,7 @@ def _behind(arm: str):
 
 
 def _crossed(see: Sources) -> float:
-    """What is too long by so much is so with as many operations less as one torch saves."""
+    """Factor by which a step is too long, less the operations that one torch version saves."""
     return too_short(see) / see["run:versions"]["operations"]
 
 

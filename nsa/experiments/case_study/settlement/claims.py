@@ -100,7 +100,7 @@ class Settled:
         return [name for name in names if self.facts[name].stated]
 
     def measured(self, verdict: str) -> bool:
-        """Whether a side has a fact that is not stated."""
+        """True if a side has a fact that is not stated."""
         return len(self.stated(verdict)) < len(self.row.sides[verdict])
 
     @property

@@ -43,7 +43,7 @@ class Fact:
 
     @property
     def stated(self) -> bool:
-        """Whether it rests on a number of which no record is kept here."""
+        """True if it rests on a number without a record here."""
         return any(one.partition(":")[2] in STATED for one in self.evidence)
 
     @property
