@@ -21,7 +21,7 @@ from nsa.lab.process.members import Members, first_of, is_python, ranks_of, vari
 from nsa.lab.process.observer import Counted, Observer
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.activity import LOOKS
-from nsa.lab.watch import flight_recorder, inside, kernel, looks
+from nsa.lab.watch import devices, flight_recorder, inside, kernel
 from nsa.lab.watch.evidence import Evidence
 
 SAMPLE_S = 0.25
@@ -57,7 +57,7 @@ def attach(pid: int, *, all_ranks: bool = False, seconds: float = 6.0) -> tuple[
         spec={"attached": pid, "ranks": len(ranks())}, stall_s=STALL_S, wait_s=STALL_S, notes=notes
     )
     has_gpus = shutil.which("nvidia-smi") is not None
-    gpus = looks.device_use(told.get("CUDA_VISIBLE_DEVICES")) if has_gpus else None
+    gpus = devices.device_use(told.get("CUDA_VISIBLE_DEVICES")) if has_gpus else None
     with gpus or contextlib.nullcontext() as use:
         observer = Observer(evidence, ranks, use=use, works=False)
         evidence.flights |= _flights({r: one.pid for r, one in ranks().items()}, told, notes)

@@ -17,8 +17,8 @@ from nsa.lab.process import child, procfs
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.activity import LOOKS, TICK_S, WORKS
 from nsa.lab.verdict.headline import headline
-from nsa.lab.verdict.stalls import WAIT_S
-from nsa.lab.watch import kernel, looks, progress
+from nsa.lab.verdict.rests import WAIT_S
+from nsa.lab.watch import devices, kernel, looks, progress
 from nsa.lab.watch.evidence import (
     OUTSIDE,
     Evidence,
@@ -83,6 +83,7 @@ class Observer:
         self._family: list[Process] = []
         self._look_at = 0.0  # not before this time
         self._looks = 0  # in this rest
+        self._asked: dict[int, P] = {}  # how far the ranks had come when they were asked
         self._blind = False  # py-spy showed no stacks at the last look
 
     @property
@@ -151,14 +152,17 @@ class Observer:
     def look(self, *, native: bool = False) -> Snapshot:
         """A full snapshot of the family, with stacks; kept in evidence.snapshots."""
         ranks = {rank: counted.pid for rank, counted in self._live.items()}
-        asked = self._ask() if self._looks in (0, 5) or self._blind else []
-        starved = any(not self._beats(rank) for rank in self._live)
-        native = native or (self._looks % 3 == 2 and (self.use is not None or starved))
         p = {rank: self._moved[rank][0] for rank in ranks if rank in self._moved}
+        again = self._looks in (0, 5) or self._blind or p != self._asked
+        asked = self._ask() if again else []
+        self._asked = p
+        starved = any(not self._beats(rank) for rank in self._live)
+        native = native or (self._looks % 3 == 1 and (self.use is not None or starved))
         taken = kernel.snapshot(ranks, self._cookie, self.t, p)
         taken = looks.with_stacks(taken, native=native)
         dead = [process for rank, process in self._dead.items() if rank not in ranks]
-        taken = replace(taken, processes=(*taken.processes, *dead), gpu_percent=self._percent())
+        taken = replace(taken, processes=(*taken.processes, *dead), gpu_percent=self._percent(),
+                        devices=self._devices(ranks))  # fmt: skip
         end = self.t + ANSWER_S
         while self.t < end and not all(file.is_file() for file in asked):
             time.sleep(0.05)
@@ -231,6 +235,15 @@ class Observer:
 
     def _percent(self) -> float | None:
         return self.use.percent if self.use is not None else None
+
+    def _devices(self, ranks: Mapping[int, int]) -> dict[int, dict[str, Any]]:
+        """{rank: what its GPU does}; why that is not known in full is noted once."""
+        if self.use is None:
+            return {}
+        note = f"performance counters of GPUs: {self.use.missing}"
+        if self.use.missing and note not in self.evidence.notes:
+            self.evidence.notes.append(note)
+        return devices.of_ranks(self.use.gpus, ranks)
 
     def _beats(self, rank: int) -> bool:
         """Whether it did in the last seconds; True of one that never did."""

@@ -24,8 +24,8 @@ from nsa.lab.process.procfs import kernel_kills
 from nsa.lab.process.supervisor import Supervisor, settle
 from nsa.lab.search import time_model
 from nsa.lab.watch import flight_recorder
+from nsa.lab.watch.devices import device_use
 from nsa.lab.watch.evidence import Evidence
-from nsa.lab.watch.looks import device_use
 
 HARD = 4.0  # the deadline, in soft ones, where none is given
 UNPREDICTED_S = 600.0

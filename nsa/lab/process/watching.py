@@ -30,7 +30,7 @@ from nsa.lab.process.nodes import Nodes
 from nsa.lab.process.observer import Observer
 from nsa.lab.process.reports import Reports
 from nsa.lab.verdict import judge
-from nsa.lab.watch import inside, looks
+from nsa.lab.watch import devices, inside
 from nsa.lab.watch.evidence import End, Evidence
 
 ACTIONS = "report", "kill"
@@ -263,7 +263,7 @@ class _Watcher:
             return
         self._asks_gpus = rests
         self._use.close()
-        use: Callable = looks.device_use
+        use: Callable = devices.device_use
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.observer.use = self._use.enter_context(use(visible)) if rests else None
 

@@ -1,4 +1,4 @@
-"""Who works and who only goes round, told by comparing looks at the same threads."""
+"""Who works, who waits though it burns a processor, and who only asks again, from several looks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,36 @@ from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
-from nsa.lab.verdict.frames import is_users
+from nsa.lab.verdict.frames import is_users, user_frames
 from nsa.lab.verdict.graph import Node
-from nsa.lab.watch.evidence import HIDDEN, Snapshot, Thread
+from nsa.lab.watch.evidence import HIDDEN, Process, Snapshot, Thread, Wait
 
 LOOKS = 3  # full snapshots that must agree
 TICK_S = 0.01  # as fine as the kernel tells processor time
 WORKS = 0.01  # of a core
+# of a core, for a thread of which nothing tells that anybody waits for it: a heartbeat, a progress
+# bar or the refresher of a cache takes less
+MUCH = 0.1
+POLLS = 0.25  # of a core, which a poll takes at most
+BACK_OFF = 1.5  # a wait that grows so much from one question to the next comes to an end
+# Where a thread waits for its device, as C or Python names it, and where it compiles for one.
+_DEVICE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSync",
+           "cuEventSync", "cuCtxSynchronize", "cuMemcpyDtoH", "cudaMemcpy", "hipStreamSynchronize",
+           "hipDeviceSynchronize", "libcuda.so", "torch/cuda/streams.py:",
+           "torch/cuda/__init__.py:")  # fmt: skip
+_COMPILES = ("ptxjit", "nvrtc", "nvvm", "LLVM", "llvm", "nvJitLink", "cuModuleLoad", "cuLink")
 # Threads that carry what other ranks send, ask 100 times a second, and work from then on.
 CARRIERS, CARRIES = ("gloo_tcp_loop",), 0.05
 MADE_BY_LOOKS = 8  # py-spy stops a thread two or three times
 SPUN_S = 3.0  # of processor time, after which an unchanged closed loop is certified
 
 
-def at_work(looks: Sequence[Snapshot]) -> set[Node]:
-    """Threads that used a processor, wanted one at most looks, or whose process moved bytes."""
+def at_work(looks: Sequence[Snapshot], share: float = WORKS, *, moves: bool = True) -> set[Node]:
+    """Threads that used a processor, or wanted one at most looks.
+
+    share: of a core, from which a thread counts as using one. moves: those count as well whose
+    process moved bytes, or in which the state of the user's own code changed.
+    """
     first, last, found = looks[0], looks[-1], set()
     for process in last.processes:
         before = first.process(process.pid)
@@ -32,14 +47,14 @@ def at_work(looks: Sequence[Snapshot]) -> set[Node]:
         for thread in process.threads:
             was = earlier.get(thread.tid)
             used = thread.cpu_s - (was.cpu_s if was else 0.0)
-            share = CARRIES if thread.name in CARRIERS else WORKS
-            least = max(2.5 * TICK_S, share * (last.t - first.t))
+            asked = max(share, CARRIES) if thread.name in CARRIERS else share
+            least = max(2.5 * TICK_S, asked * (last.t - first.t))
             mine = [t for p in seen for t in p.threads if t.tid == thread.tid]
             wants = sum(t.state in "RD" for t in mine) > len(mine) / 2
             wants = wants and thread.name not in CARRIERS
             kind = thread.wait.kind if thread.wait else ""
             carries = moved and kind in ("", "pipe", "socket", "fifo", "disk", "other")
-            if used >= least or wants or carries or _changes(mine):
+            if used >= least or wants or (moves and (carries or _changes(mine))):
                 found.add((process.pid, thread.tid))
     return found
 
@@ -68,16 +83,16 @@ def _changes(seen: Sequence[Thread]) -> bool:
 def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
     """Threads whose timer was set anew between two looks, and nothing else of them changed.
 
-    That such a timer ends brings nothing; a back-off that sleeps twice as long each time is not so.
+    That such a timer ends brings nothing; a back-off, which sleeps longer each time, is not so.
     """
-    found, before = set(), {}
-    for look in looks:
+    found, before, longest = set(), {}, {}
+    for number, look in enumerate(looks):
         for process in look.processes:
             for thread in process.threads:
                 if thread.wait is None or thread.wait.left_s is None:
                     continue
                 node, ends = (process.pid, thread.tid), look.t + thread.wait.left_s
-                state = thread.frames, thread.visible
+                state = _state(thread)
                 was, switches, seen = before.get(node, (ends, None, state))
                 slept = switches is not None and switches == thread.switches
                 if seen != state:
@@ -85,7 +100,72 @@ def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
                 elif ends > was + 0.3 and not slept:
                     found.add(node)
                 before[node] = (was if slept else ends), thread.switches, state
+                half = longest.setdefault(node, [0.0, 0.0])
+                late = 2 * number >= len(looks)
+                half[late] = max(half[late], thread.wait.left_s)
+    return {node for node in found if longest[node][1] <= BACK_OFF * longest[node][0] + 0.2}
+
+
+def polls(looks: Sequence[Snapshot], periodic: set[Node]) -> dict[Node, Wait]:
+    """Ranks' main threads that sleep, ask the same thing, and sleep again; with what they ask for.
+
+    periodic: as `asks_again` finds them. One that waits for somebody's word at the same time, as a
+    queue with a timeout does, waits for that; one that uses much of a core does more than ask.
+    """
+    found = {}
+    for process in looks[-1].processes if looks else ():
+        main = process.main()
+        node = (process.pid, main.tid) if main else None
+        if node not in periodic or process.rank is None:
+            continue
+        mine = [t for look in looks if (p := look.process(process.pid)) and (t := p.main())]
+        asleep = [t.wait for t in mine if t.wait is not None and t.wait.left_s is not None]
+        used, took = mine[-1].cpu_s - mine[0].cpu_s, looks[-1].t - looks[0].t
+        alone = asleep and all(wait.kind == "timer" for wait in asleep)
+        if alone and len({_state(t) for t in mine}) == 1 and used < POLLS * took:
+            asked = next((t.polled for t in reversed(mine) if t.polled), "")
+            text = f"asks again and again for {asked}" if asked else "asks again and again"
+            found[node] = Wait("polling", text, outside=True, source=asleep[-1].source)
     return found
+
+
+def device_waits(looks: Sequence[Snapshot]) -> dict[Node, Wait]:
+    """Threads of ranks that wait for their device, though the wait burns a processor.
+
+    Such a one is at the same place at every look, without the GIL and with unchanged locals, and
+    inside a function that waits for a device, as C's stack tells, or Python's where that is unread.
+    """
+    found = {}
+    for process in looks[-1].processes if len(looks) >= LOOKS else ():
+        if process.rank is None:
+            continue
+        for thread in process.threads:
+            mine = [t for look in looks if (t := _again(look, process, thread.tid))]
+            places = {(t.frames, t.visible) for t in mine}
+            if len(mine) < len(looks) or len(places) > 1 or any(t.gil for t in mine):
+                continue
+            if all(t.wait is None or t.wait.kind in ("device", "other") for t in mine):
+                called = next((t.native for t in reversed(mine) if t.native), ())
+                if at := _at_device(called[:16], thread):
+                    text = f"waits for its device, in {at}"
+                    found[process.pid, thread.tid] = Wait("device", text, outside=True)
+    return found
+
+
+def _again(look: Snapshot, process: Process, tid: int) -> Thread | None:
+    seen = look.process(process.pid)
+    same = seen is not None and seen.started == process.started
+    return next((t for t in seen.threads if t.tid == tid), None) if same else None
+
+
+def _at_device(called: Sequence[str], thread: Thread) -> str:
+    """The function in which it waits for a device; "" where it is in none, or compiles for one."""
+    if any(mark in name for name in called for mark in _COMPILES):
+        return ""
+    if called:
+        return next((name for name in called for mark in _DEVICE if mark in name), "")
+    inside = any(mark in frame for frame in thread.frames[:3] for mark in _DEVICE)
+    return thread.frames[0].rpartition(" ")[2] if inside else ""
 
 
 def spins(looks: Sequence[Snapshot], rank: int) -> list[Thread]:
@@ -109,6 +189,11 @@ def repeats(mine: Sequence[Thread]) -> float:
     if half < LOOKS or None in known or len(lines) < 2 or not set(states[half:]) <= known:
         return 0.0
     return mine[-1].cpu_s - mine[0].cpu_s
+
+
+def _state(thread: Thread) -> tuple[Any, ...]:
+    """Its user's frames with their locals; all frames where none is the user's."""
+    return tuple(user_frames(thread.frames)[0]) or thread.frames, thread.visible
 
 
 def _place(thread: Thread) -> tuple[Any, ...]:

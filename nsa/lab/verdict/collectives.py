@@ -1,23 +1,31 @@
 """In which collective each rank is, which ranks it lacks, and whether it can ever end.
 
-From the ranks' Flight Recorders where they could be read, else from their stacks and counts.
+From the ranks' Flight Recorders where they could be read, else from their stacks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection
 
-from nsa.lab.verdict.frames import short
-from nsa.lab.verdict.graph import Collective
+from nsa.lab.verdict.flights import (
+    Pair,
+    Pending,
+    called_of,
+    first_mismatch,
+    name_of,
+    pairs,
+    pending,
+)
+from nsa.lab.verdict.graph import Collective, Node
 from nsa.lab.watch.evidence import Evidence, Process, Snapshot
 
 _DISTRIBUTED = "torch/distributed/"
 # What gloo says where a peer sends more than there is room for.
 _TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _PAIRS = ("send", "recv")  # which have numbers of their own
-_UNEVEN = ("gather", "scatter", "all_to_all", "alltoall")  # rightly of other sizes on each rank
+# In none of these does a thread wait for a collective, unless its stack says so.
+_ELSEWHERE = ("pipe", "fifo", "file lock", "child", "terminal", "stopped", "disk", "polling")
 # Functions of torch.distributed that wait for the other ranks, as stacks show them.
 _WAITS = re.compile(
     r" (all_reduce|all_gather\w*|_?all_gather_base|reduce_scatter\w*|broadcast\w*|barrier|reduce|"
@@ -25,59 +33,77 @@ _WAITS = re.compile(
 )
 
 
-def collectives(evidence: Evidence, look: Snapshot) -> dict[int, Collective]:
-    """{rank: the collective that it is in}, of those that are in one."""
+def collectives(
+    evidence: Evidence, look: Snapshot, waits: Collection[Node] = ()
+) -> dict[int, Collective]:
+    """{rank: the collective that it is in}, of those that are in one.
+
+    waits: threads that wait for their device, though they burn a processor.
+    """
     seen = _seen(look)
-    # A stack is surer than a record of who is in a send or a receive.
-    pairs = {rank: one for rank, one in seen.items() if one.partners}
-    return seen | _recorded(evidence, look) | pairs
+    # A stack is surer than a record of who is in a send or a receive of gloo's.
+    stacked = {rank: one for rank, one in seen.items() if one.partners}
+    recorded = _recorded(evidence, look, waits)
+    precise = {rank for rank, one in recorded.items() if one.paired}
+    return seen | recorded | {r: one for r, one in stacked.items() if r not in precise}
 
 
-def _recorded(evidence: Evidence, look: Snapshot) -> dict[int, Collective]:
-    """By the last entry of each rank in each group that has not ended."""
+def _recorded(evidence: Evidence, look: Snapshot, waits: Collection[Node]) -> dict[int, Collective]:
+    """By the oldest call of each rank that waits and whose call has not ended."""
     flights = {rank: rows for rank, rows in evidence.flights.items() if rows}
     if not flights:
         return {}
-    ranks = sorted({*evidence.ranks(), *flights})
-    found: dict[int, Collective] = {}
-    for group in sorted({str(e.get("group", "")) for rows in flights.values() for e in rows}):
-        last = {}
-        for rank, rows in flights.items():
-            mine = [e for e in rows if str(e.get("group", "")) == group]
-            mine = [e for e in mine if e.get("seq") is not None and not e.get("p2p")]
-            if mine:
-                last[rank] = max(mine, key=lambda e: e["seq"])
-        named = next((e["ranks"] for e in last.values() if e.get("ranks")), None)
-        members = named or (ranks if group in ("", "0") else sorted(last))
-        furthest = max((entry["seq"] for entry in last.values()), default=0)
-        for rank, entry in last.items():
-            number, op = entry["seq"], _name(entry)
-            # gloo may never say that one has ended, but the others are beyond it
-            over = entry.get("state") == "completed" or number < furthest
-            if over or not _waits(look, rank):
+    oldest: dict[int, tuple[float, Pending | Pair]] = {}
+    for call in (*pending(flights, evidence.ranks()), *pairs(flights)):
+        rows = call.entries if isinstance(call, Pending) else {call.rank: call.row}
+        for rank, row in rows.items():
+            made = row.get("created_ns") or float("inf")
+            if row.get("state") == "completed":
                 continue
-            behind = [m for m in members if m != rank and last.get(m, {}).get("seq", 0) < number]
-            beside = {m: last[m] for m in members if last.get(m, {}).get("seq") == number}
-            wrong = _differ(beside) if not behind else ""
-            found[rank] = Collective(op, group, number, tuple(behind), wrong, "Flight Recorder")
+            if rank not in oldest or made < oldest[rank][0]:
+                oldest[rank] = made, call
+    found = {}
+    for rank, (_, call) in oldest.items():
+        if _waits(look, rank, waits):
+            made = _of_pair(call) if isinstance(call, Pair) else _of_group(call, rank, look)
+            found |= {rank: made} if made else {}
     return found
 
 
-def _waits(look: Snapshot, rank: int) -> bool:
-    """Whether the rank's main thread is asleep, or waits on its device."""
+def _of_group(call: Pending, rank: int, look: Snapshot) -> Collective | None:
+    """The collective of a rank that has enqueued it; None where only its own device lacks."""
+    told = {"group": call.group, "number": call.number, "source": "Flight Recorder"}
+    op = name_of(call.entries[rank])
+    if call.differs:
+        others = tuple(other for other in call.entries if other != rank)
+        return Collective(op, **told, mismatch=call.differs, others=others)
+    # Of whom there is no record: it was stopped, or keeps the GIL, or is on another node.
+    missing = tuple(sorted({*call.missing, *(r for r in call.unseen if look.of(r))}))
+    if missing:
+        return Collective(op, **told, missing=missing)
+    here = set(call.entries) - set(call.completed)
+    late = tuple(sorted(here - set(call.started))) if call.started else ()
+    if rank in late or call.completed:
+        return None
+    return Collective(op, **told, missing=late, device=bool(late))
+
+
+def _of_pair(call: Pair) -> Collective:
+    told = {"number": call.number, "source": "Flight Recorder", "paired": True}
+    if call.peer is not None and call.matched is False:
+        return Collective(call.op, **told, missing=(call.peer,))
+    return Collective(call.op, **told, partners=() if call.peer is None else (call.peer,))
+
+
+def _waits(look: Snapshot, rank: int, waits: Collection[Node]) -> bool:
+    """Its main thread is asleep, or waits for its device."""
     process = look.of(rank)
     main = process.main() if process else None
-    return main is not None and (main.wait is not None or bool(main.native) or main.state == "S")
-
-
-def _differ(entries: Mapping[int, Mapping[str, Any]]) -> str:
-    """How the ranks' calls of one number differ; "" where they match."""
-    operations = {_name(entry) for entry in entries.values()}
-    sizes = {str(entry.get("sizes")) for entry in entries.values()}
-    uneven = all(name.startswith(_UNEVEN) or name.endswith(_UNEVEN) for name in operations)
-    if len(operations) < 2 and (uneven or len(sizes) < 2):
-        return ""
-    return ", ".join(f"rank {rank} {_called(entry)}" for rank, entry in entries.items())
+    if main is None:
+        return False
+    if main.wait is not None and main.wait.kind in _ELSEWHERE:
+        return bool(_call(process))
+    return main.wait is not None or main.state == "S" or (process.pid, main.tid) in waits
 
 
 def _seen(look: Snapshot) -> dict[int, Collective]:
@@ -118,7 +144,7 @@ def _call(process: Process) -> str:
 
 def unlike(evidence: Evidence) -> list[str]:
     """Sentences on collectives that did not match, of a trial that ended by them."""
-    found = [said] if (said := mismatch(evidence.flights)) else []
+    found = [said] if (said := first_mismatch(evidence.flights)) else []
     end = evidence.end
     if end is not None and (bytes_ := _TOO_LONG.search(f"{end.message}\n{end.traceback}")):
         who = "a rank" if end.first_rank is None else f"rank {end.first_rank}"
@@ -126,33 +152,6 @@ def unlike(evidence: Evidence) -> list[str]:
         found.append(f"{who} was sent {sent:,} bytes where it has room for {room:,}: sizes differ")
         last = {rank: rows[-1] for rank, rows in sorted(evidence.flights.items()) if rows}
         if not said and last:
-            told = ", ".join(f"rank {rank} {_called(entry)}" for rank, entry in last.items())
+            told = ", ".join(f"rank {rank} {called_of(entry)}" for rank, entry in last.items())
             found.append(f"the last recorded: {told}")
     return found
-
-
-def mismatch(flights: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
-    """ "rank 0 calls all_reduce of [3], rank 1 all_reduce of [5] at train.py:12", or "".
-
-    The first number of a group that not all ranks gave to one operation of equal sizes.
-    """
-    calls: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
-    for rank, entries in sorted(flights.items()):
-        for entry in entries:
-            if entry.get("seq") is not None and not any(x in _name(entry) for x in _PAIRS):
-                calls.setdefault((str(entry.get("group")), entry["seq"]), {})[rank] = entry
-    for (group, number), by_rank in sorted(calls.items()):
-        if said := _differ(by_rank):
-            of = f" of group {group}" if group not in ("", "0", "None") else ""
-            return f"collective number {number}{of} does not match: {said}"
-    return ""
-
-
-def _name(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("op") or "?").rpartition(":")[2]
-
-
-def _called(entry: Mapping[str, Any]) -> str:
-    sizes = ", ".join(map(str, entry.get("sizes") or ()))
-    frame = next(iter(entry.get("frames") or ()), "")
-    return f"{_name(entry)} of {sizes or 'nothing'}{f' at {short(frame)}' if frame else ''}"

@@ -98,6 +98,11 @@ def short(frame: str) -> str:
     return f"{'/'.join(path.parts[-2:]) if little else path.name}:{found[2]} {function}"
 
 
+def is_in(frames: Sequence[str], file: str, function: str) -> bool:
+    """One of the frames is that function, or a method of that name, of that file."""
+    return any(file in f and re.split(r"[ .]", f)[-1] == function for f in frames)
+
+
 def folded(frames: Sequence[str]) -> str:
     """ "3 frames of torch, 2 of threading": whose these are, in their order; "" for none."""
     counts = Counter(filter(None, map(library, frames)))

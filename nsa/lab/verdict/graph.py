@@ -8,18 +8,26 @@ waits are what they were read to be: that is the certificate of a hang.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from nsa.lab.verdict.frames import short, user_line
+from nsa.lab.verdict.frames import is_in, short, user_frames, user_line
 from nsa.lab.watch.evidence import Process, Snapshot, Thread, Wait
 
 Node = tuple[int, int]  # pid, tid
 SHORT_S = 0.02  # a wait for the GIL asks again every 5 ms
-# Loops of libraries that ask again until what they wait for has come: their timer ends nothing.
-_ASK_AGAIN = (("torch/utils/data/dataloader.py", ("_try_get_data", "_get_data")),)
+# Where a library reads what other processes alone write to, asking again until it has come: neither
+# a thread of its own process nor its timer ends that.
+_FROM_OTHERS = (
+    ("torch/utils/data/dataloader.py", "_try_get_data"),
+    ("torch/utils/data/_utils/pin_memory.py", "do_one_step"),
+    ("multiprocessing/pool.py", "_handle_results"),
+)
+_UNTIL = re.compile(r", for (at most )?another [\d.]+ s")
+_PINS = "torch/utils/data/_utils/pin_memory.py"
 # Threads of libraries that wake up now and then, and never do anything for the program.
 _HOUSEKEEPERS = ("tqdm/_monitor.py", "ipykernel/heartbeat.py", "wandb/sdk/internal/system")
 
@@ -35,6 +43,9 @@ class Collective:
     mismatch: str = ""  # how the ranks' calls differ, so that it can never end
     source: str = "stacks"
     partners: tuple[int, ...] = ()  # of whom any could end it: of a send or a receive
+    paired: bool = False  # a record tells of a send or a receive with whom it is
+    device: bool = False  # the missing have called it: their devices have not come to it
+    others: tuple[int, ...] = ()  # that have called another one of its number
 
 
 @dataclass
@@ -46,6 +57,8 @@ class Graph:
     everyone: dict[Node, list[Node]] = field(default_factory=dict)  # all of these must go on
     anyone: dict[Node, list[Node]] = field(default_factory=dict)  # one of these is enough
     free: dict[Node, str] = field(default_factory=dict)  # goes on by itself: why
+    beside: dict[Node, list[Node]] = field(default_factory=dict)  # in a call that does not match
+    collectives: Mapping[int, Collective] = field(default_factory=dict)  # rank: what it is in
 
     @cached_property
     def can(self) -> set[Node]:
@@ -69,10 +82,13 @@ class Graph:
         """`start` and all that it waits for, nearest first."""
         found = [start]
         for node in found:  # which grows
-            for other in (*self.everyone.get(node, ()), *self.anyone.get(node, ())):
-                if other not in found:
-                    found.append(other)
+            found += [other for other in self.others(node) if other not in found]
         return found
+
+    def others(self, node: Node) -> list[Node]:
+        """Nodes that it waits for, or is in an unlike call with; each once."""
+        every = (self.everyone, self.anyone, self.beside)
+        return list(dict.fromkeys(other for one in every for other in one.get(node, ())))
 
     def label(self, node: Node) -> str:
         """rank 0, worker 4121 of rank 0, ...; with the thread where it is not the main one."""
@@ -89,7 +105,7 @@ class Graph:
         """Of the picture: who waits, where, for what, and for whom."""
         thread = self.threads[node]
         wait = thread.wait or Wait("other", self.free.get(node, "nothing tells what it waits for"))
-        others = [*self.everyone.get(node, ()), *self.anyone.get(node, ())]
+        others = self.others(node)
         own = [other for other in others if other[0] == node[0]]
         to = [self.label(other) for other in others if len(own) < 2 or other not in own]
         if len(own) > 1:
@@ -124,14 +140,18 @@ def build(
     moving: Iterable[int] = (),
     periodic: Iterable[Node] = (),
     wakes: Iterable[Node] = (),
+    waits: Mapping[Node, Wait] | None = None,
 ) -> Graph:
     """collectives: rank: what it is in. locks: pid: what the process itself said of its locks.
+
+    waits: of threads, surer than what the kernel tells: for a device, or by polling.
 
     works: threads that used a processor or moved bytes since an earlier snapshot. moving: ranks
     whose progress moves. periodic: threads whose timers only ask again. wakes: threads that went on
     between two looks, whatever they wait for at each.
     """
-    graph, works, periodic, wakes = Graph(snapshot), set(works), set(periodic), set(wakes)
+    graph = Graph(snapshot, collectives=collectives or {})
+    works, periodic, wakes = set(works), set(periodic), set(wakes)
     mains = {}
     for process in snapshot.processes:
         told = {row["tid"]: row for row in (locks or {}).get(process.pid, ())}
@@ -141,7 +161,10 @@ def build(
             node = process.pid, thread.tid
             if thread.ours or _keeps_house(thread):
                 continue
-            graph.threads[node] = thread = _exact(process, thread, owner, told.get(thread.tid))
+            thread = _exact(process, thread, owner, told.get(thread.tid))
+            if waits and node in waits:
+                thread = replace(thread, wait=waits[node])
+            graph.threads[node] = thread
             if thread.main:
                 mains[process.pid] = node
             if why := _free(process, thread, node in works, node in periodic):
@@ -186,9 +209,16 @@ def _exact(
     if wait.kind == "socket" and any("asyncio/base_events.py" in f for f in thread.frames):
         wait = replace(wait, kind="event", text=f"its event loop has nothing to do: {wait.text}")
         thread = replace(thread, wait=wait)
-    again = any(file in f and f.endswith(name) for f in thread.frames for file, name in _ASK_AGAIN)
-    if again and wait.left_s is not None and wait.wakers:
-        return replace(thread, wait=replace(wait, left_s=None))
+    inside = user_frames(thread.frames)[1]
+    others = any(is_in(inside, *place) for place in _FROM_OTHERS)
+    if others and wait.wakers and wait.kind in ("pipe", "lock", "semaphore", "socket"):
+        pins = [t.tid for t in process.threads if any(_PINS in frame for frame in t.frames)]
+        own = [(process.pid, tid) for tid in pins if tid != thread.tid]
+        beyond = [waker for waker in wait.wakers if waker[0] != process.pid]
+        if beyond or own:
+            text = _UNTIL.sub("", wait.text)
+            wait = replace(wait, text=text, wakers=(*beyond, *own), left_s=None)
+            return replace(thread, wait=wait)
     return thread
 
 
@@ -232,11 +262,16 @@ def _in_collective(
     text = f"waits in {collective.op}{number}{group}"
     if collective.mismatch:
         text += f", which can never end: {collective.mismatch}"
+    if collective.device:
+        text += f", which has not begun on the device{'s' * (len(collective.missing) > 1)} of"
+    beside = [graph.snapshot.of(rank) for rank in collective.others]
+    graph.beside[node] = [mains[one.pid] for one in beside if one and one.pid in mains]
     named = collective.missing or collective.partners
     others = [process for rank in named if (process := graph.snapshot.of(rank))]
     if named:
         word = " or " if collective.partners else ", "
-        text += " for " + word.join(f"rank {rank}" for rank in named)
+        text += " for " * (not collective.device) + " " * collective.device
+        text += word.join(f"rank {rank}" for rank in named)
     free = graph.free.pop(node, "")
     wait = Wait("collective", text, source=collective.source)
     graph.threads[node] = replace(graph.threads[node], wait=wait)

@@ -17,7 +17,8 @@ from typing import Any
 
 from nsa.lab.verdict.collectives import unlike
 from nsa.lab.verdict.pace import moves, pace
-from nsa.lab.verdict.stalls import Rest, Stall, bound_s, named, place_of, rests, stall
+from nsa.lab.verdict.rests import Rest, bound_s, rests
+from nsa.lab.verdict.stalls import Stall, named, place_of, stall
 from nsa.lab.watch.evidence import OUTSIDE, Evidence
 
 KINDS = (

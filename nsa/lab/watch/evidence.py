@@ -19,7 +19,7 @@ TOOLS = ("py-spy", "faulthandler", "native", "proc")
 HIDDEN = "~"  # at the end of `Thread.visible`: the thread could change what is not shown
 WAITS = (
     "lock", "semaphore", "pipe", "fifo", "socket", "file lock", "child", "timer", "terminal",
-    "event", "device", "collective", "GIL", "disk", "stopped", "other",
+    "event", "device", "collective", "GIL", "disk", "stopped", "polling", "other",
 )  # fmt: skip
 
 
@@ -105,6 +105,7 @@ class Thread:
     visible: str = ""  # digest of the locals of its frames, as visible.digest makes it
     ours: bool = False  # it belongs to this project, and can do nothing for the program
     switches: int | None = None  # how often it gave up its processor: unchanged, it slept all along
+    polled: str = ""  # what it asks for again and again, where it sleeps between two questions
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,8 @@ class Snapshot:
     tool: str = "py-spy"  # of the stacks: one of TOOLS
     full: bool = True  # with stacks and waits; else numbers of processes alone
     gpu_percent: float | None = None
+    # rank: what its GPU does: works (None: not told) and text, as devices.Use tells them
+    devices: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def process(self, pid: int) -> Process | None:
         return next((process for process in self.processes if process.pid == pid), None)
@@ -262,7 +265,9 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
             threads.append(Thread(**{**_known(Thread, thread), **lists, "wait": wait}))
         processes.append(Process(**{**_known(Process, process), "threads": tuple(threads)}))
     p = {int(rank): P(**_known(P, x)) for rank, x in found.get("p", {}).items()}
-    return Snapshot(**{**_known(Snapshot, found), "processes": tuple(processes), "p": p})
+    devices = {int(rank): use for rank, use in found.get("devices", {}).items()}
+    made = {"processes": tuple(processes), "p": p, "devices": devices}
+    return Snapshot(**{**_known(Snapshot, found), **made})
 
 
 def _of_a_look(found: dict[str, Any]) -> Snapshot:

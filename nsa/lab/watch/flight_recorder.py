@@ -26,6 +26,7 @@ ENVIRONMENT = {  # variables under which a process records its collectives
     "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
     "TORCH_NCCL_TRACE_BUFFER_SIZE": str(ENTRIES),  # its name before torch 2.9
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # 1 destroys the record
+    "TORCH_NCCL_ENABLE_TIMING": "1",  # tells which devices have begun a collective
 }
 
 

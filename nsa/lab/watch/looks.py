@@ -1,8 +1,7 @@
 """What a trial's processes and GPUs are doing, seen from outside.
 
 Stacks of every thread come from py-spy where it may look, and go onto the threads of a snapshot
-that `kernel` took; elsewhere a process that counts its progress tells its own (watch.locks). A
-thread asks how busy the GPUs are, because asking takes longer than a sample may.
+that `kernel` took; elsewhere a process that counts its progress tells its own (watch.locks).
 """
 
 from __future__ import annotations
@@ -13,53 +12,25 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from nsa.lab.process import preflight, procfs
+from nsa.lab.process import procfs
 from nsa.lab.watch import kernel, visible
 from nsa.lab.watch.evidence import Process, Snapshot, Thread, Wait
 
 SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
-EVERY_S = 1.0
 MANY = 100  # threads: to stop so many takes 100 ms
 PY_SPY_S, NATIVE_S = 8.0, 30.0  # reading the symbols of large libraries takes long
 GIL_S = 0.005  # the interpreter's own switch interval
 AT_ONCE = 4  # processes that are looked at
 LONGER = 8  # asks of py-spy for the longest locals that it shows, some 500 characters
-
-
-@contextmanager
-def device_use(only: str | None = None) -> Iterator[SimpleNamespace]:
-    """`with device_use() as use: use.percent` is the busiest GPU's, None before it was told.
-
-    only: the GPUs that count, as CUDA_VISIBLE_DEVICES names them; None: those of this process. A
-    GPU counts as busy while any kernel runs, one that never ends as well.
-    """
-    use, stop = SimpleNamespace(percent=None), threading.Event()
-
-    def ask() -> None:
-        while True:
-            told = preflight.numbers("utilization.gpu", only)
-            use.percent = max(map(float, told), default=None)
-            if stop.wait(EVERY_S):
-                return
-
-    thread = threading.Thread(target=ask, name="nsa:device use", daemon=True)
-    thread.start()
-    try:
-        yield use
-    finally:
-        stop.set()
-        thread.join()
 
 
 def with_stacks(
@@ -71,12 +42,14 @@ def with_stacks(
 ) -> Snapshot:
     """The snapshot with what py-spy sees of each process of the family that runs Python.
 
-    locals: `Thread.visible` too, as `visible.digest` has it. native: names of C functions as well,
-    which stops the processes for longer. Why one has no stacks is added to its message.
+    locals: `Thread.visible` too, as `visible.digest` has it. native: names of C functions of the
+    ranks as well, which stops these for longer. Why one has no stacks is added to its message.
     """
     asked = [x for x in snapshot.processes if x.of != kernel.STRANGER and runs_python(x.pid)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        taken = pool.map(lambda x: py_spy(x.pid, locals=locals, native=native), asked)
+        taken = pool.map(
+            lambda x: py_spy(x.pid, locals=locals, native=native and x.rank is not None), asked
+        )
         answers = {process.pid: answer for process, answer in zip(asked, taken, strict=True)}
     processes = []
     for process in snapshot.processes:
@@ -163,18 +136,26 @@ def _merged(
             python = [frame for frame in frames if not frame.get("module")]
             above = takewhile(lambda frame: frame.get("module"), frames)
             shown = any(frame.get("locals") is not None for frame in python)
+            sleeps = thread.wait is not None and thread.wait.left_s is not None
             name = seen.get("thread_name") or thread.name
             thread = replace(
                 thread,
                 name=name,
                 gil=seen.get("owns_gil"),
                 frames=tuple(f"{f['filename']}:{f['line']} {f['name']}" for f in python),
-                native=tuple(f["name"] for f in above if not f["name"].startswith("0x")),
+                native=tuple(map(_named, above)),
                 visible=visible.digest(python, process.pid, began) if shown else "",
+                polled=visible.polled(python, process.pid) if sleeps and shown else "",
                 ours=thread.ours or name in ours,
             )
         threads.append(thread)
     return replace(process, threads=tuple(_for_the_gil(process.pid, threads)))
+
+
+def _named(frame: dict[str, Any]) -> str:
+    """A C function's name; of one without a name, as a driver has them, its library's."""
+    unnamed = frame["name"].startswith("0x")
+    return os.path.basename(frame["module"]) if unnamed else frame["name"]
 
 
 def _for_the_gil(pid: int, threads: list[Thread]) -> Iterator[Thread]:

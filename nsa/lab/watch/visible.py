@@ -11,9 +11,13 @@ import ast
 import hashlib
 import os
 import re
+import time
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
+from nsa.lab.verdict.frames import is_users
+from nsa.lab.verdict.picture import seconds
 from nsa.lab.watch.evidence import HIDDEN
 from nsa.lab.watch.frames import parsed
 
@@ -25,10 +29,14 @@ _PLAIN = (
 )  # fmt: skip
 _READ_S = 0.05  # no interpreter has read its script sooner after its start
 _NUMBER = re.compile(r"-?[\d.]+(e[-+]?\d+)?$")
+_NEAR = 6  # frames from the innermost, in which a poll names what it asks for
 
 
 def digest(frames: list[dict[str, Any]], pid: int, began: float) -> str:
-    """Of the locals of py-spy's frames of Python, innermost first; "" where there is no frame.
+    """Hash of the locals of the user's frames, innermost first; "" where there is no frame.
+
+    Frames of libraries are left out: the deadline of a queue's poll changes and is no progress.
+    With no frame of the user's all count.
 
     Without HIDDEN at its end the thread is in a loop that it cannot leave by itself, whatever its
     callers do: it calls nothing, has no exit, and its test is true for ever, as a constant or by
@@ -39,7 +47,10 @@ def digest(frames: list[dict[str, Any]], pid: int, began: float) -> str:
         return ""
     passing = endless(frames[0], pid, began)
     shown = hashlib.sha256()
+    own = [is_users(_place(frame)) for frame in frames]
     for depth, frame in enumerate(frames):
+        if not own[depth] and any(own) and (depth or passing is None):
+            continue
         shown.update(f"{frame['filename']}\0{frame['name']}\0".encode(errors="replace"))
         for local in frame.get("locals") or ():
             if depth or not passing or local["name"] not in passing:
@@ -48,10 +59,46 @@ def digest(frames: list[dict[str, Any]], pid: int, began: float) -> str:
     return shown.hexdigest()[:16] + (HIDDEN if passing is None else "")
 
 
+def polled(frames: list[dict[str, Any]], pid: int) -> str:
+    """A path among the locals of the innermost frames, with its age; else the user's source line.
+
+    For a thread that sleeps between two questions: what it asks for. "" where neither is known.
+    """
+    for frame in frames[:_NEAR]:
+        for local in frame.get("locals") or ():
+            text = str(local["repr"])
+            if text[:1] in "'\"" and "/" in text and not re.search(r"\s|://|\\n", text):
+                return _aged(text[1:-1], pid)
+    user = next((frame for frame in frames if is_users(_place(frame))), None)
+    if user is None:
+        return ""
+    try:
+        with open(_inside(user["filename"], pid), encoding="utf-8", errors="replace") as file:
+            return " ".join(next(islice(file, user["line"] - 1, None), "").split())
+    except (OSError, ValueError):
+        return ""
+
+
+def _aged(path: str, pid: int) -> str:
+    try:
+        age_s = time.time() - os.stat(_inside(path, pid)).st_mtime
+    except (OSError, ValueError):
+        return f"{path} (no such file now)"
+    return f"{path} (written {seconds(max(0.0, age_s))} ago)"
+
+
+def _place(frame: dict[str, Any]) -> str:
+    return f"{frame['filename']}:{frame['line']} {frame['name']}"
+
+
+def _inside(path: str, pid: int) -> str:
+    """The path as this process reaches it: the other may have another root or folder."""
+    return f"/proc/{pid}/root{path}" if path.startswith("/") else f"/proc/{pid}/cwd/{path}"
+
+
 def endless(frame: dict[str, Any], pid: int, began: float) -> frozenset[str] | None:
     """The names that such a loop around this line sets; None for a line in none."""
-    path = frame["filename"]
-    path = f"/proc/{pid}/root{path}" if path.startswith("/") else f"/proc/{pid}/cwd/{path}"
+    path = _inside(frame["filename"], pid)
     try:
         changed = os.stat(path).st_mtime
         loops = _loops(path, changed) if changed < began + _READ_S else ()

@@ -1,6 +1,7 @@
 """Collectives that do not match are told with each rank's operation and sizes."""
 
-from nsa.lab.verdict.collectives import mismatch, unlike
+from nsa.lab.verdict.collectives import unlike
+from nsa.lab.verdict.flights import first_mismatch as mismatch
 from nsa.lab.watch.evidence import End, Evidence
 
 

@@ -37,7 +37,9 @@ from verdict_cases import (
 
 from nsa.lab.process.observer import START_STALL_S
 from nsa.lab.verdict import KINDS, Verdict, arms, compare, jeffreys, judge
-from nsa.lab.verdict.stalls import PATIENCE_S, WAIT_S, place_of
+from nsa.lab.verdict.opened import PATIENCE_S
+from nsa.lab.verdict.rests import WAIT_S
+from nsa.lab.verdict.stalls import place_of
 from nsa.lab.watch.evidence import End, Evidence, P, Sample
 
 
