@@ -113,17 +113,35 @@ def entries(dumped: Mapping[str, Any]) -> list[dict[str, Any]]:
         if "coalesced" in str(same[-1]["op"]):
             for row in same:
                 row |= {"state": same[-1]["state"], "retired": same[-1]["retired"]}
+    ended: set[tuple[Any, ...]] = set()  # a communicator ends its calls in their order
+    for row in reversed(rows):
+        line = row["group"], str(row["op"]).partition(":")[0], row["p2p"]
+        if row["state"] == "completed":
+            ended.add(line)
+        elif line in ended and line[1:] == ("nccl", False):
+            row["state"] = "completed"
     return rows
+
+
+def everybody(dumped: Mapping[str, Any]) -> list[int]:
+    """All ranks that its groups name; none where they name none."""
+    told = [_listed(one.get("ranks")) for one in (dumped.get("pg_config") or {}).values()]
+    return sorted({rank for ranks in told for rank in ranks})
 
 
 def _members(entry: Mapping[str, Any], groups: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
     """The ranks of its group, where the recorder tells them; gloo's tells of none."""
     group = str((entry.get("process_group") or ("",))[0])
     told = groups.get(group, groups.get("", {}) if group == "0" else {}).get("ranks")
+    ranks = _listed(told)
+    return {"ranks": ranks} if ranks else {}
+
+
+def _listed(told: Any) -> list[int]:
+    """Ranks, of "[0, 1]" or of a list."""
     with contextlib.suppress(ValueError, TypeError):
-        ranks = json.loads(told) if isinstance(told, str) else told
-        return {"ranks": [int(rank) for rank in ranks]} if ranks else {}
-    return {}
+        return [int(rank) for rank in (json.loads(told) if isinstance(told, str) else told)]
+    return []
 
 
 def _row(entry: Mapping[str, Any], status: Mapping[Any, Mapping[str, int]]) -> dict[str, Any]:
