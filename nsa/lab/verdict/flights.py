@@ -132,11 +132,6 @@ def line_of(row: Row) -> str:
     return nearest(row.get("frames") or ())
 
 
-def name_of(row: Row) -> str:
-    """The operation, "all_reduce"; without its library."""
-    return _name(row)
-
-
 def ranks_said(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 0, 2 and 5 to 9"."""
     runs: list[list[int]] = []

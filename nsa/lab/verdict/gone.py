@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from nsa.lab.verdict.flights import Pair, Pending, line_of, ranks_said
-from nsa.lab.verdict.guilt import Blame, Found, Wait, group_said
+from nsa.lab.verdict.flights import Pair, Pending, ranks_said
+from nsa.lab.verdict.guilt import Blame, Found, Wait, group_said, line_said
 
 ROWS = 30  # of the table
 
@@ -73,9 +73,12 @@ def _blame(blame: Blame) -> dict[str, Any]:
 
 
 def _call(call: Pending | Pair) -> dict[str, Any]:
-    rows = [call.row] if isinstance(call, Pair) else call.entries.values()
-    line = next(filter(None, map(line_of, rows)), "")
-    return {"group": call.group, "number": call.number, "op": call.op, "line": line}
+    return {
+        "group": call.group,
+        "number": call.number,
+        "op": call.op,
+        "line": line_said(call),
+    }
 
 
 def _once(found: Found) -> list[Wait]:
@@ -110,7 +113,6 @@ def _s(verb: str, ranks: Iterable[int]) -> str:
 
 
 def _row(call: Pending) -> dict[str, str]:
-    lines = map(line_of, call.entries.values())
     open_ = [rank for rank in call.entries if rank not in call.completed]
     return {
         "group": group_said(call),
@@ -119,7 +121,7 @@ def _row(call: Pending) -> dict[str, str]:
         "called by": _short(open_),
         "not by": _short((*call.missing, *call.unseen)),
         "over for": _short(call.completed),
-        "line": next(filter(None, lines), ""),
+        "line": line_said(call),
     }
 
 
@@ -132,7 +134,7 @@ def _of_pair(pair: Pair) -> dict[str, str]:
         "called by": str(pair.rank),
         "not by": answered,
         "over for": "",
-        "line": line_of(pair.row),
+        "line": line_said(pair),
     }
 
 

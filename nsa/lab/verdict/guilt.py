@@ -18,7 +18,6 @@ from nsa.lab.verdict.flights import (
     Pair,
     Pending,
     line_of,
-    name_of,
     opened,
     pairs,
     ranks_said,
@@ -29,6 +28,7 @@ MISSING, BEHIND, UNREAD, IDLE = "missing", "behind", "unread", "idle device"
 _ONE_SIDED = ("broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "gather", "scatter")
 
 Open = Pending | Pair
+Sign = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class _Job:
     """Open calls, and who waits for whom in them."""
 
     def __init__(self, flights: Flights, world: Iterable[int]) -> None:
-        self.flights = flights
+        self.flights, self._signs = flights, {}
+        self.world = sorted({*world, *flights})
         self.calls, self.pairs = opened(flights, world), pairs(flights)
         self.open: dict[int, list[tuple[int, Open]]] = {}
         for call in self.calls:
@@ -93,7 +94,8 @@ class _Job:
         found: dict[int, Blame] = {}
         for call in self.calls:
             if call.differs:
-                why = f"calls do not match in {call_said(call, named=False)}: {call.differs}"
+                why = f"collective number {call.number} of {group_said(call)} does not match: "
+                why += call.differs
                 for rank in call.odd or call.entries:
                     found.setdefault(rank, Blame(rank, "another call", why, call))
         return found
@@ -106,8 +108,8 @@ class _Job:
                 continue
             for rank in call.entries.keys() - set(call.completed):
                 why = (
-                    f"rank {rank} gave its part to {call_said(call)}, and {_ended(call)} there: "
-                    f"its own device never reported that"
+                    f"rank {rank} gave its part to {call_said(call)}, and {_ended(call)}: its own "
+                    f"device never reported that{_at(call)}"
                 )
                 found.setdefault(rank, Blame(rank, "device", why, call))
         return found
@@ -157,13 +159,35 @@ class _Job:
             left -= _reached(round_, back)
         return found
 
-    def signs(self, rank: int) -> set[tuple[Any, ...]]:
+    def signs(self, rank: int) -> set[Sign]:
         """What is open on a rank, told so that ranks with the same part in a job have the same."""
+        if rank not in self._signs:
+            self._signs[rank] = {_sign(call) for _, call in self.open.get(rank, ())}
+        return self._signs[rank]
+
+    def lagging(self) -> dict[int, Blame]:
+        """Those who called less than every peer in a call, and lack no end that these had seen.
+
+        They had no more reason than their peers to wait, so something else holds them too. Not the
+        first and the last rank, which often wait for their device to print a number, nor several
+        at one place, nor who is behind by the call or two that fit into a queue.
+        """
+        found: dict[int, Blame] = {}
+        for call in self.calls:
+            peers = [r for r in call.entries if r not in call.completed and r not in self.blamed]
+            for rank in call.missing:
+                mine = self.signs(rank)
+                less = all(mine <= self.signs(r) and len(self.signs(r) - mine) > 2 for r in peers)
+                if peers and less and rank not in (self.world[0], self.world[-1]):
+                    why = f"rank {rank} has not called {call_said(call)}, though it had seen as "
+                    why += f"much end as {ranks_said(peers)}, which called more{_at(call)}"
+                    found.setdefault(rank, Blame(rank, "behind", why, call, tuple(peers)))
+        places = [_sign(max(self.open[r], key=_order)[1]) for r in found if r in self.open]
         return {
-            (call.row.get("desc") or call.group, call.op, call.number)
-            if isinstance(call, Pair)
-            else (call.desc or call.group, call.op, call.number)
-            for _, call in self.open.get(rank, ())
+            rank: one
+            for rank, one in found.items()
+            if rank not in self.open
+            or places.count(_sign(max(self.open[rank], key=_order)[1])) == 1
         }
 
 
@@ -185,6 +209,8 @@ def blame(flights: Flights, world: Iterable[int] = (), unread: Collection[int] =
                 guilty[found.rank] = found
             elif found not in suspects:
                 suspects.append(found)
+    for rank, one in job.lagging().items():
+        guilty.setdefault(rank, one)
     in_order = tuple(guilty[rank] for rank in sorted(guilty))
     return Found(in_order, tuple(suspects), tuple(job.waits), tuple(job.calls), tuple(job.pairs))
 
@@ -212,25 +238,32 @@ def _of_end(job: _Job, end: set[int], alone: set[int], unread: set[int]) -> list
 
 
 def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
-    """The reason that tells most, by the oldest of the calls in which others wait for the rank."""
+    """The reason that tells most: of those the call in which most wait for the rank."""
     order = (IDLE, MISSING, UNREAD, BEHIND)
-    wait = min(mine, key=lambda one: (order.index(one.how), _made(one)))
-    call = wait.call
+    kind = min((wait.how for wait in mine), key=order.index)
+    mine = [wait for wait in mine if wait.how == kind]
+    calls = [wait.call for wait in mine if not isinstance(wait.call, Pair)]
+    most = max((calls.count(call) for call in calls), default=0)
+    fit = [w for w in mine if not calls or (w.call in calls and calls.count(w.call) == most)]
+    call = min(fit, key=_made).call
     waiting = tuple(sorted({one.rank for one in mine if one.call == call}))
-    there = f"{ranks_said(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for it"
+    there = f"{ranks_said(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for it{_at(call)}"
     said = call_said(call)
-    if wait.how == IDLE:
+    if kind == IDLE:
         why = f"rank {rank}'s device has not begun {said}, in which {there}"
         return Blame(rank, "device", why, call, waiting)
     if rank not in job.flights:
-        return Blame(
-            rank, "absent", f"rank {rank} left no dump, and {there} in {said}", call, waiting
-        )
-    if wait.how == BEHIND:
+        why = f"rank {rank} left no dump, and {there} in {said}"
+        return Blame(rank, "absent", why, call, waiting)
+    if kind == BEHIND:
         stuck = call_said(job.front[rank][0])
         why = f"rank {rank} is alone in {stuck}, and never came to {said}, in which {there}"
         return Blame(rank, "device", why, call, waiting)
-    why = f"rank {rank} has not called {said}, in which {there}"
+    if isinstance(call, Pair):
+        half = f"recv from rank {call.rank}" if call.op == "send" else f"send to rank {call.rank}"
+        why = f"rank {rank} has not called {half}, which waits for it{_at(call)} in {said}"
+    else:
+        why = f"rank {rank} has not called {said}, in which {there}"
     return Blame(rank, "behind", why, call, waiting)
 
 
@@ -267,7 +300,7 @@ def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
 
 def _front(mine: list[tuple[int, Open]]) -> list[Open]:
     """The oldest open call of a rank; all sends and receives that were made as one with it."""
-    _, first = min(mine, key=lambda one: one[0])
+    _, first = min(mine, key=_order)
     if not isinstance(first, Pair):
         return [first]
     return [
@@ -275,6 +308,15 @@ def _front(mine: list[tuple[int, Open]]) -> list[Open]:
         for _, call in mine
         if isinstance(call, Pair) and (call.group, call.number) == (first.group, first.number)
     ]
+
+
+def _order(one: tuple[int, Open]) -> int:
+    return one[0]
+
+
+def _sign(call: Open) -> Sign:
+    desc = call.row.get("desc") if isinstance(call, Pair) else call.desc
+    return desc or call.group, call.op, call.number
 
 
 def _reached(start: set[int], edges: Mapping[int, Collection[int]]) -> set[int]:
@@ -305,17 +347,20 @@ def group_said(call: Open) -> str:
     return f"group {call.group}" if desc in ("", "undefined") else f"{desc} ({call.group})"
 
 
-def call_said(call: Open, named: bool = True) -> str:
-    """ "all_reduce number 61 of all ranks at train.py:9 step"."""
+def call_said(call: Open) -> str:
+    """ "all_reduce number 61 of all ranks", "recv from rank 3, number 9 of group 5"."""
     if isinstance(call, Pair):
         to = "to" if call.op == "send" else "from"
-        said = f"{call.op} {to} rank {call.peer}, number {call.number} of {group_said(call)}"
-        line = line_of(call.row)
-    else:
-        what = call.op if named else "collective"
-        said = f"{what} number {call.number} of {group_said(call)}"
-        line = next(filter(None, map(line_of, call.entries.values())), "") if named else ""
-    return f"{said}, at {line}," if line else said
+        return f"{call.op} {to} rank {call.peer}, number {call.number} of {group_said(call)}"
+    return f"{call.op} number {call.number} of {group_said(call)}"
 
 
-__all__ = ["Blame", "Found", "Wait", "blame", "call_said", "group_said", "name_of"]
+def line_said(call: Open) -> str:
+    """The line of the program that made the call on some rank; "" where none is recorded."""
+    rows = [call.row] if isinstance(call, Pair) else call.entries.values()
+    return next(filter(None, map(line_of, rows)), "")
+
+
+def _at(call: Open) -> str:
+    line = line_said(call)
+    return f" at {line}" if line else ""

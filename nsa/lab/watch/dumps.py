@@ -16,6 +16,7 @@ from nsa.lab.watch import flight_recorder
 
 Rows = list[dict[str, Any]]
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle|bin|dump|trace))?$")
+SOON_S = 5.0
 KNOWN = "1", "2"  # of a version what stands before the dot
 
 
@@ -75,6 +76,13 @@ def read(folder: Path) -> Dumps:
             found.notes.append(
                 f"rank {rank}'s dump is of version {version}, and read as one of 2.x"
             )
+    last = max(
+        (row["created_ns"] or 0 for rows in found.flights.values() for row in rows), default=0
+    )
+    after_s = min(file.stat().st_mtime for file in found.files.values()) - last / 1e9
+    if 0 <= after_s < SOON_S:
+        text = f"{after_s:.1f} s after the last call: a job that still ran looks alike"
+        found.notes.append(f"the first dump was written {text}")
     _drained(found.flights, {rank: dumped for rank, (_, dumped) in held.items()})
     return found
 
