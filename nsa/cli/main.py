@@ -12,6 +12,7 @@ from nsa.cli import (
     batch,
     bench,
     dtypes,
+    dumps,
     estimate,
     figures,
     generate,
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
         dtypes,
         trials,
         watch,
+        dumps,
         selfcheck,
     ):
         family.add(commands)

@@ -13,6 +13,7 @@ from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import judge
 from nsa.lab.verdict.explain import page
 from nsa.lab.watch.evidence import Evidence, thinned
+from nsa.lab.watch.flight_recorder import kept
 from nsa.workbook import environment, identity, metrics
 from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.record import load
@@ -109,7 +110,7 @@ def _smaller(evidence: Evidence, most: int) -> Evidence:
     label, notes = judge(evidence).label, list(evidence.notes)
     before = len(evidence.samples), len(evidence.snapshots)
     left: list[Callable[[Evidence], Evidence]] = [
-        lambda e: replace(e, flights={r: f[-8:] for r, f in e.flights.items()}),
+        lambda e: replace(e, flights={r: kept(f, 8) for r, f in e.flights.items()}),
         lambda e: replace(e, samples=thinned(e.samples)),
         lambda e: replace(e, snapshots=e.snapshots[:-2:2] + e.snapshots[-2:]),
         lambda e: replace(e, again=e.again and _smaller(e.again, most // 2)),

@@ -6,9 +6,7 @@ Nothing of the job is changed: /proc is read, and py-spy holds each process for 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
-import pickle
 import shutil
 import time
 from collections.abc import Mapping
@@ -196,16 +194,8 @@ def _flights(
     while asked.keys() - found.keys() and time.monotonic() < end:
         time.sleep(0.1)
         for rank, (file, before) in asked.items():
-            with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+            with contextlib.suppress(OSError, ValueError):  # it may be half written
                 if rank not in found and file.stat().st_mtime_ns > before:
-                    found[rank] = flight_recorder.entries(
-                        _Plain(io.BytesIO(file.read_bytes())).load()
-                    )
+                    dumped = flight_recorder.loads(file.read_bytes())
+                    found[rank] = flight_recorder.kept(flight_recorder.entries(dumped))
     return found
-
-
-class _Plain(pickle.Unpickler):
-    """Reads lists, dicts, numbers and words; whatever else a file holds is not loaded."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} is not plain data")

@@ -14,6 +14,7 @@ from typing import Any
 from nsa.lab.process import child
 from nsa.lab.process.observer import Observer
 from nsa.lab.verdict import Verdict
+from nsa.lab.watch import flight_recorder
 
 SAID = "said.json"
 OLD_S = 3600.0  # a word from before that is of another job
@@ -48,7 +49,9 @@ class Nodes:
                 str(rank): {"p": str(p), "rests_s": rest_s}
                 for rank, (p, rest_s) in observer.standing().items()
             },
-            "flights": {str(rank): entries[-FLIGHTS:] for rank, entries in own.items()},
+            "flights": {
+                str(rank): flight_recorder.kept(entries, FLIGHTS) for rank, entries in own.items()
+            },
             "label": verdict.label if verdict else "",
             "line": verdict.line if verdict else "",
             "rank": verdict.numbers.get("rank") if verdict else None,

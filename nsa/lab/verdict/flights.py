@@ -31,9 +31,10 @@ _BUFFER = 2**20  # elements that a library may take from a sender before they ar
 
 @dataclass(frozen=True)
 class Pending:
-    """The oldest collective of a group that some rank enqueued and did not complete."""
+    """A collective of a group that some rank enqueued and did not complete."""
 
     group: str
+    library: str  # "nccl", "gloo"
     desc: str  # what the group is for, "" where not told
     number: int
     op: str  # "all_reduce"; that of most ranks
@@ -65,14 +66,21 @@ def pending(flights: Flights, world: Iterable[int] = ()) -> list[Pending]:
 
     world: every rank of the job, for a group of all that does not name them; else those read.
     """
+    oldest: dict[tuple[Any, ...], Pending] = {}
+    for one in opened(flights, world):
+        key = one.group, one.library, one.members
+        if key not in oldest or one.library == "gloo":  # which may never say that one is over
+            oldest[key] = one
+    return list(oldest.values())
+
+
+def opened(flights: Flights, world: Iterable[int] = ()) -> list[Pending]:
+    """Every collective that is not over for all, by group, oldest first."""
     found = []
     for key, calls in sorted(_groups(flights).items()):
-        unfinished = [n for rows in calls.values() for n, row in rows.items() if not _over(row)]
-        if key[1] == "gloo":  # may never say that one is over: then that others are beyond it does
-            unfinished = [n for n in unfinished if n == max(map(max, calls.values()))]
-        if unfinished:
-            members = key[2] or _members(key, calls, {*flights, *world})
-            found.append(_oldest(key, min(unfinished), calls, members, flights))
+        members = key[2] or _members(key, calls, {*flights, *world})
+        unfinished = {n for rows in calls.values() for n, row in rows.items() if not _over(row)}
+        found += [_at(key, number, calls, members, flights) for number in sorted(unfinished)]
     return found
 
 
@@ -185,7 +193,7 @@ def _members(key: Key, calls: Mapping[int, Any], ranks: Iterable[int]) -> tuple[
     return tuple(sorted({*ranks, *calls} if key[0] in DEFAULT else calls))
 
 
-def _oldest(
+def _at(
     key: Key,
     number: int,
     calls: Mapping[int, Mapping[int, Row]],
@@ -209,6 +217,7 @@ def _oldest(
     names = [_name(row) for row in entries.values()]
     return Pending(
         group=key[0],
+        library=key[1],
         desc=str(first.get("desc") or ""),
         number=number,
         op=max(names, key=names.count),

@@ -14,7 +14,7 @@ def call(seq, op="gloo:all_reduce", sizes=((3,),), at="train.py:12 step", group=
 def test_other_sizes_or_another_operation_are_told_of_every_rank():
     flights = {0: [call(1), call(2)], 1: [call(1), call(2, sizes=[(5,)], at="train.py:14 step")]}
     assert mismatch(flights) == (
-        "collective number 2 does not match: rank 0 all_reduce of [3] at train.py:12 step, "
+        "collective number 2 does not match: rank 0 calls all_reduce of [3] at train.py:12 step, "
         "rank 1 all_reduce of [5] at train.py:14 step"
     )
     flights[1] = [call(1), call(2, op="gloo:broadcast", at="", group="0")]

@@ -107,7 +107,7 @@ def test_a_rank_that_waits_for_one_that_moves_is_not_stalled():
 def test_sizes_that_do_not_match_are_told_with_each_ranks_line():
     evidence, _, _, _ = RANKS["other sizes"]
     told = "\n".join(judge(evidence).because)
-    assert "rank 0 all_reduce of [4] at train.py:2 step" in told
+    assert "rank 0 calls all_reduce of [4] at train.py:2 step" in told
     assert "rank 1 all_reduce of [5] at train.py:2 step" in told
 
 

@@ -1,0 +1,366 @@
+"""Which ranks hold the others up, from the Flight Recorders of a job that is gone.
+
+A rank waits for who has not called what it called, for who left no record, and for who is still in
+an earlier call than the oldest open one of its own. Along these waits stand, at the end, those who
+wait for nobody: they are guilty. So is who never reported the end of a call that its peers saw
+end, since it had given its part; and who called something else than its peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nsa.lab.verdict.flights import (
+    DEFAULT,
+    Flights,
+    Pair,
+    Pending,
+    line_of,
+    opened,
+    pairs,
+    ranks_said,
+)
+
+MISSING, BEHIND, UNREAD, IDLE = "missing", "behind", "unread", "idle device"
+# Of these some ranks may see the end while another's part is still to come.
+_ONE_SIDED = ("broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "gather", "scatter")
+
+Open = Pending | Pair
+Sign = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank that cannot go on before another does."""
+
+    rank: int
+    peer: int
+    how: str  # the peer's state in the call: one of MISSING, BEHIND, UNREAD, IDLE
+    call: Open
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A rank that holds others up, and how that is known."""
+
+    rank: int
+    kind: str  # "behind", "absent", "device", "another call", "order"
+    why: str  # a sentence
+    call: Open
+    waiting: tuple[int, ...] = ()  # who waits for it in that call
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the records of all ranks say together."""
+
+    guilty: tuple[Blame, ...]
+    suspects: tuple[str, ...]  # sentences on what stands and of which nobody can be named
+    waits: tuple[Wait, ...]
+    calls: tuple[Pending, ...]  # that are open, by group, oldest first
+    pairs: tuple[Pair, ...]
+
+
+class _Job:
+    """Open calls, and who waits for whom in them."""
+
+    def __init__(self, flights: Flights, world: Iterable[int]) -> None:
+        self.flights, self._signs = flights, {}
+        self.world = sorted({*world, *flights})
+        self.calls, self.pairs = opened(flights, world), pairs(flights)
+        self.open: dict[int, list[tuple[int, Open]]] = {}
+        for call in self.calls:
+            for rank in call.entries.keys() - set(call.completed):
+                self._add(rank, call.entries[rank], call)
+        for pair in self.pairs:
+            self._add(pair.rank, pair.row, pair)
+        self.front = {rank: _front(mine) for rank, mine in self.open.items()}
+        self.blamed = self._unlike() | self._unreported()
+        self.waits = [wait for wait in self._waits() if wait.rank not in self.blamed]
+        self.next: dict[int, set[int]] = {rank: set() for rank in self.open}
+        for wait in self.waits:
+            self.next.setdefault(wait.rank, set()).add(wait.peer)
+            self.next.setdefault(wait.peer, set())
+
+    def _add(self, rank: int, row: Mapping[str, Any], call: Open) -> None:
+        order = row.get("id")
+        order = row.get("created_ns") if order is None else order
+        self.open.setdefault(rank, []).append((order or 0, call))
+
+    def _unlike(self) -> dict[int, Blame]:
+        """Those whose call does not fit what most called; all who called where nobody has most."""
+        found: dict[int, Blame] = {}
+        for call in self.calls:
+            if call.differs:
+                why = f"collective number {call.number} of {group_said(call)} does not match: "
+                why += call.differs
+                for rank in call.odd or call.entries:
+                    found.setdefault(rank, Blame(rank, "another call", why, call))
+        return found
+
+    def _unreported(self) -> dict[int, Blame]:
+        """Those who never saw the end of what others saw end with their part in it."""
+        found: dict[int, Blame] = {}
+        for call in self.calls:
+            if not call.completed or call.op in _ONE_SIDED:
+                continue
+            for rank in call.entries.keys() - set(call.completed):
+                why = (
+                    f"rank {rank} gave its part to {call_said(call)}, and {_ended(call)}: its own "
+                    f"device never reported that{_at(call)}"
+                )
+                found.setdefault(rank, Blame(rank, "device", why, call))
+        return found
+
+    def _waits(self) -> Iterable[Wait]:
+        for call in self.calls:
+            for rank in call.entries.keys() - set(call.completed):
+                yield from (Wait(rank, peer, MISSING, call) for peer in call.missing)
+                yield from (Wait(rank, peer, UNREAD, call) for peer in call.unseen)
+        for pair in self.pairs:
+            if pair.peer is not None and pair.matched is not True:
+                how = MISSING if pair.matched is False else UNREAD
+                yield Wait(pair.rank, pair.peer, how, pair)
+        for rank, front in self.front.items():
+            for call in front:
+                yield from self._behind(rank, call)
+
+    def _behind(self, rank: int, call: Open) -> Iterable[Wait]:
+        """Waits in the oldest open call of a rank for those who called it, and are not at it."""
+        if isinstance(call, Pair):
+            ahead = self.front.get(call.peer, []) if call.peer is not None else []
+            meets = any(isinstance(p, Pair) and p.peer == rank and p.op != call.op for p in ahead)
+            if call.matched and ahead and not meets:
+                yield Wait(rank, call.peer, BEHIND, call)
+            return
+        for peer in call.entries.keys() - {rank} - set(call.completed):
+            if call not in self.front[peer]:
+                yield Wait(rank, peer, BEHIND, call)
+            elif rank in call.started and peer not in call.started:
+                yield Wait(rank, peer, IDLE, call)
+
+    def ends(self) -> list[set[int]]:
+        """Sets of ranks that wait for nobody outside: single ones, and rounds of several."""
+        left = set(self.next)
+        back: dict[int, set[int]] = {}
+        for rank, peers in self.next.items():
+            for peer in peers:
+                back.setdefault(peer, set()).add(rank)
+        found: list[set[int]] = [{rank} for rank in sorted(left) if not self.next[rank]]
+        for end in found:
+            left -= _reached(end, back)
+        while left:
+            round_ = _reached({min(left)}, self.next)
+            while out := next((r for r in round_ if round_ - _reached({r}, self.next)), None):
+                round_ = _reached({out}, self.next)
+            found.append(round_)
+            left -= _reached(round_, back)
+        return found
+
+    def signs(self, rank: int) -> set[Sign]:
+        """What is open on a rank, told so that ranks with the same part in a job have the same."""
+        if rank not in self._signs:
+            self._signs[rank] = {_sign(call) for _, call in self.open.get(rank, ())}
+        return self._signs[rank]
+
+    def lagging(self) -> dict[int, Blame]:
+        """Those who called less than every peer in a call, and lack no end that these had seen.
+
+        They had no more reason than their peers to wait, so something else holds them too. Not the
+        first and the last rank, which often wait for their device to print a number, nor several
+        at one place, nor who is behind by the call or two that fit into a queue.
+        """
+        found: dict[int, Blame] = {}
+        for call in self.calls:
+            peers = [r for r in call.entries if r not in call.completed and r not in self.blamed]
+            for rank in call.missing:
+                mine = self.signs(rank)
+                less = all(mine <= self.signs(r) and len(self.signs(r) - mine) > 2 for r in peers)
+                if peers and less and rank not in (self.world[0], self.world[-1]):
+                    why = f"rank {rank} has not called {call_said(call)}, though it had seen as "
+                    why += f"much end as {ranks_said(peers)}, which called more{_at(call)}"
+                    found.setdefault(rank, Blame(rank, "behind", why, call, tuple(peers)))
+        places = [_sign(max(self.open[r], key=_order)[1]) for r in found if r in self.open]
+        return {
+            rank: one
+            for rank, one in found.items()
+            if rank not in self.open
+            or places.count(_sign(max(self.open[rank], key=_order)[1])) == 1
+        }
+
+
+def blame(flights: Flights, world: Iterable[int] = (), unread: Collection[int] = ()) -> Found:
+    """Who of a job's ranks is guilty of what is open in their Flight Recorders, and why.
+
+    world: all ranks, where known. unread: ranks whose dumps are there and could not be read: these
+    are not blamed for their absence.
+    """
+    job = _Job(flights, world)
+    guilty, suspects = dict(job.blamed), []
+    ends = job.ends()
+    alone = {rank for end in ends if len(end) == 1 for rank in end}
+    for end in ends:
+        if end & guilty.keys():
+            continue
+        for found in _of_end(job, end, alone, set(unread)):
+            if isinstance(found, Blame):
+                guilty[found.rank] = found
+            elif found not in suspects:
+                suspects.append(found)
+    for rank, one in job.lagging().items():
+        guilty.setdefault(rank, one)
+    in_order = tuple(guilty[rank] for rank in sorted(guilty))
+    return Found(in_order, tuple(suspects), tuple(job.waits), tuple(job.calls), tuple(job.pairs))
+
+
+def _of_end(job: _Job, end: set[int], alone: set[int], unread: set[int]) -> list[Blame | str]:
+    """What to say of those who wait for nobody else."""
+    if len(end) > 1:
+        return _of_round(job, end)
+    (rank,) = end
+    mine = [wait for wait in job.waits if wait.peer == rank]
+    if rank not in job.flights and rank in unread:
+        return [f"rank {rank}'s dump cannot be read, and others wait for it"]
+    for call in job.front.get(rank, ()):
+        if isinstance(call, Pair):
+            there = {rank, *([call.peer] if call.peer in alone else [])}
+        else:
+            there = {r for r in call.entries if r in alone and call in job.front.get(r, ())}
+        if len(there) > 1:
+            said = f"{ranks_said(sorted(there))} are in {call_said(call)}: all have called it, and "
+            return [said + "it ended on none; it may be the device of any, or the way between"]
+    if not mine:
+        call = job.front[rank][0]
+        return [f"rank {rank} is in {call_said(call)}, and waits for nobody who was read"]
+    return [_blame(job, rank, mine)]
+
+
+def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
+    """The reason that tells most: of those the call in which most wait for the rank."""
+    order = (IDLE, MISSING, UNREAD, BEHIND)
+    kind = min((wait.how for wait in mine), key=order.index)
+    mine = [wait for wait in mine if wait.how == kind]
+    calls = [wait.call for wait in mine if not isinstance(wait.call, Pair)]
+    most = max((calls.count(call) for call in calls), default=0)
+    fit = [w for w in mine if not calls or (w.call in calls and calls.count(w.call) == most)]
+    call = min(fit, key=_made).call
+    waiting = tuple(sorted({one.rank for one in mine if one.call == call}))
+    there = f"{ranks_said(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for it{_at(call)}"
+    said = call_said(call)
+    if kind == IDLE:
+        why = f"rank {rank}'s device has not begun {said}, in which {there}"
+        return Blame(rank, "device", why, call, waiting)
+    if rank not in job.flights:
+        why = f"rank {rank} left no dump, and {there} in {said}"
+        return Blame(rank, "absent", why, call, waiting)
+    if kind == BEHIND:
+        stuck = call_said(job.front[rank][0])
+        why = f"rank {rank} is alone in {stuck}, and never came to {said}, in which {there}"
+        return Blame(rank, "device", why, call, waiting)
+    if isinstance(call, Pair):
+        half = f"recv from rank {call.rank}" if call.op == "send" else f"send to rank {call.rank}"
+        why = f"rank {rank} has not called {half}, which waits for it{_at(call)} in {said}"
+    else:
+        why = f"rank {rank} has not called {said}, in which {there}"
+    return Blame(rank, "behind", why, call, waiting)
+
+
+def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
+    """Ranks that wait for each other in a round.
+
+    Who called less than a peer, and lacks the end of nothing that the peer had seen end, had no
+    reason to wait. Else calls come in another order on some rank: on who waits face to face with
+    most of the others.
+    """
+    inside = [wait for wait in job.waits if {wait.rank, wait.peer} <= end]
+    less: dict[int, list[Wait]] = {}
+    for wait in inside:
+        if wait.how == MISSING and job.signs(wait.peer) <= job.signs(wait.rank):
+            less.setdefault(wait.peer, []).append(wait)
+    if less:
+        return [_blame(job, rank, mine) for rank, mine in less.items()]
+    faces = {r: {p for p in job.next[r] & end if r in job.next[p]} for r in end}
+    most = max(len(faces[rank]) for rank in end)
+    if not most:
+        told = f"{ranks_said(sorted(end))} wait for each other in a round"
+        return [told + ", and none of them is known to have begun it"]
+    found: list[Blame | str] = []
+    for rank in sorted(r for r in end if len(faces[r]) == most):
+        own = job.front[rank][0] if job.front.get(rank) else None
+        wait = min((w for w in inside if w.peer == rank and w.rank in faces[rank]), key=_made)
+        there = ranks_said(sorted(faces[rank]))
+        why = f"rank {rank} is in {call_said(own)} while {there} " if own else f"rank {rank} "
+        why += f"wait{'s' * (len(faces[rank]) == 1)} for it in {call_said(wait.call)}: "
+        why += "their calls come in different orders"
+        found.append(Blame(rank, "order", why, wait.call, tuple(sorted(faces[rank]))))
+    return found
+
+
+def _front(mine: list[tuple[int, Open]]) -> list[Open]:
+    """The oldest open call of a rank; all sends and receives that were made as one with it."""
+    _, first = min(mine, key=_order)
+    if not isinstance(first, Pair):
+        return [first]
+    return [
+        call
+        for _, call in mine
+        if isinstance(call, Pair) and (call.group, call.number) == (first.group, first.number)
+    ]
+
+
+def _order(one: tuple[int, Open]) -> int:
+    return one[0]
+
+
+def _sign(call: Open) -> Sign:
+    desc = call.row.get("desc") if isinstance(call, Pair) else call.desc
+    return desc or call.group, call.op, call.number
+
+
+def _reached(start: set[int], edges: Mapping[int, Collection[int]]) -> set[int]:
+    found, new = set(start), list(start)
+    while new:
+        more = set(edges.get(new.pop(), ())) - found
+        found |= more
+        new += more
+    return found
+
+
+def _made(wait: Wait) -> int:
+    """When the waiting rank made the call."""
+    row = wait.call.row if isinstance(wait.call, Pair) else wait.call.entries.get(wait.rank, {})
+    return row.get("created_ns") or 0
+
+
+def _ended(call: Pending) -> str:
+    others = call.completed
+    return f"{ranks_said(others)} saw it end" if len(others) > 1 else f"rank {others[0]} saw it end"
+
+
+def group_said(call: Open) -> str:
+    """ "TENSOR_MODEL_PARALLEL_GROUP (40)", "all ranks", "group 5"."""
+    desc = str(call.row.get("desc") or "") if isinstance(call, Pair) else call.desc
+    if call.group in DEFAULT:
+        return "all ranks"
+    return f"group {call.group}" if desc in ("", "undefined") else f"{desc} ({call.group})"
+
+
+def call_said(call: Open) -> str:
+    """ "all_reduce number 61 of all ranks", "recv from rank 3, number 9 of group 5"."""
+    if isinstance(call, Pair):
+        to = "to" if call.op == "send" else "from"
+        return f"{call.op} {to} rank {call.peer}, number {call.number} of {group_said(call)}"
+    return f"{call.op} number {call.number} of {group_said(call)}"
+
+
+def line_said(call: Open) -> str:
+    """The line of the program that made the call on some rank; "" where none is recorded."""
+    rows = [call.row] if isinstance(call, Pair) else call.entries.values()
+    return next(filter(None, map(line_of, rows)), "")
+
+
+def _at(call: Open) -> str:
+    line = line_said(call)
+    return f" at {line}" if line else ""
