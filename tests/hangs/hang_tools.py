@@ -68,14 +68,14 @@ class Watch:
 
     def read_page(self, told, page):
         """Takes the page's first three lines, and its label where it is of the same verdict."""
-        top = "\n".join(page.split("\n")[:3])
-        labels = [each for each in VERDICT.finditer(top) if each[2]]
+        lines = page.split("\n")
+        labels = [each for each in VERDICT.finditer("\n".join(lines[:8])) if each[2]]
         if labels and labels[0][1] == told.label.partition(":")[0]:
             told.label = labels[0][0]
-        told.head = self.line + "\n" + top
+        told.head = "\n".join([self.line, *lines[:3]])
 
     def close(self, run):
-        self.look(run)
+        pass
 
 
 class ByHand:
@@ -115,9 +115,11 @@ class Attach(ByHand):
         folder = str(run.folder / "attach")
         command = [*self.start, "attach", "--all-ranks", "--folder", folder, str(run.process.pid)]
         code, said = output(command, run.folder / "attach.txt")
-        head = "\n".join(said.split("\n")[:3])
-        label = next((each for each in VERDICT.finditer(head) if each[2]), VERDICT.search(head))
-        return Told(time.monotonic(), label[0] if label else f"exit {code}", head, bool(label))
+        lines = said.split("\n")
+        labels = list(VERDICT.finditer("\n".join(lines[:8])))
+        label = next((each for each in labels if each[2]), labels[0] if labels else None)
+        head = "\n".join(lines[:3])
+        return Told(time.monotonic(), label[0] if label else f"exit {code}", head, code == 1)
 
 
 class PySpy(ByHand):

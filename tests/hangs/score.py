@@ -45,7 +45,7 @@ def watch(run, tool, program, options):
     """Waits until the run has ended, or has hung long enough. Returns what cut it short."""
     slow = 1 + options.load / (os.cpu_count() or 1)
     while True:
-        code, told = run.look(), tool.look(run)
+        code, told = run.look(), tool.look(run)  # what it says while it is ended does not count
         now, since = time.monotonic(), run.marks.get("fault")
         if code is not None:
             return f"ended with {code}"
@@ -68,9 +68,7 @@ def score(program, form, options, folder):
     try:
         tool.begin(run, program)
         note = watch(run, tool, program, options)
-        if program.healthy:
-            run.look()
-            tool.look(run)
+        withdrawn = tool.retracted
     finally:
         run.end()
     tool.close(run)
@@ -92,7 +90,7 @@ def score(program, form, options, folder):
         "line": bool(words & set(program.lines)) if program.lines else None,
         "rank": bool(named_ranks(heads) & set(program.guilty)) if program.guilty else None,
         "right": any(is_due(each.label, program.due) for each in told),
-        "withdrawn": tool.retracted,
+        "withdrawn": withdrawn,
         "load": options.load,
         "note": note,
     }
