@@ -4,6 +4,7 @@ A tool's `look` is called a few times a second and returns what it has told unti
 Told, of which those with a verdict have `names` set.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -140,6 +141,70 @@ class PySpy(ByHand):
         return Told(time.monotonic(), f"{len(every.splitlines())} lines", every, False)
 
 
+def recorded(folder):
+    """Returns the environment in which NCCL's Flight Recorder writes its dumps into a folder."""
+    dumps = folder / "dumps"
+    dumps.mkdir(parents=True)
+    names = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    sizes = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    return {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(folder / "dump_"),
+        **dict.fromkeys(names, str(dumps / "rank_")),
+        **dict.fromkeys(sizes, "2000"),
+    }
+
+
+def traced(run):
+    """Returns what torchfrtrace says of a run's dumps, or nothing where there are none."""
+    dumps = run.folder / "dumps"
+    if not any(dumps.iterdir()):
+        return ""
+    module = "torch.distributed.flight_recorder.fr_trace"
+    command = [sys.executable, "-m", module, str(dumps), "-p", "rank_"]
+    path = run.folder / "fr_trace.txt"
+    return output([*command, "--allow-incomplete-ranks", "--print_stack_trace"], path)[1]
+
+
+class FlightRecorder(ByHand):
+    """Somebody asks each rank for a dump of the Flight Recorder, and reads it by torchfrtrace."""
+
+    name = "frtrace"
+
+    def environment(self, folder):
+        return recorded(folder)
+
+    def read(self, run):
+        for pipe in run.folder.glob("dump_*.pipe"):
+            with contextlib.suppress(OSError):  # nobody reads it in a rank that is gone
+                os.write(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), b"1")
+        time.sleep(5)
+        return self.read_dumps(run)
+
+    def read_dumps(self, run):
+        said = traced(run)
+        odd = re.search(r"(?i)missing ranks|mismatch|not all ranks|error", said)
+        return Told(time.monotonic(), odd[0] if odd else "no finding", said, bool(odd))
+
+
+class Resiliency(FlightRecorder):
+    """The analyzer of such dumps in NVIDIA's resiliency extension: it names missing ranks."""
+
+    name = "nvrx"
+    MODULE = "nvidia_resiliency_ext.attribution.trace_analyzer.fr_attribution"
+
+    def read_dumps(self, run):
+        dumps = str(run.folder / "dumps")
+        command = [sys.executable, "-m", self.MODULE, "--fr-path", dumps, "-p", "rank_*"]
+        said = output(command, run.folder / "nvrx.txt")[1]
+        if "No module named" in said:
+            return Told(time.monotonic(), "not installed", "", False)
+        missing = said.rpartition("Missing Ranks")[2] if "Missing Ranks" in said else ""
+        ranks = re.findall(r"\| *([\d,]+) *$", missing, re.MULTILINE)
+        head = f"ranks {', '.join(','.join(ranks).split(','))}" if ranks else ""
+        return Told(time.monotonic(), head or "no finding", head, bool(ranks))
+
+
 class Torch:
     """Torch's own timeouts, set to `--timeout` seconds, and torchfrtrace on what they dump."""
 
@@ -155,16 +220,7 @@ class Torch:
         return [*command[:at], str(HERE / "with_timeouts.py"), *command[at:]]
 
     def environment(self, folder):
-        dumps = folder / "dumps"
-        dumps.mkdir(parents=True)
-        names = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-        sizes = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-        return {
-            "HANGS_TIMEOUT": str(self.seconds),
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            **dict.fromkeys(names, str(dumps / "rank_")),
-            **dict.fromkeys(sizes, "2000"),
-        }
+        return {"HANGS_TIMEOUT": str(self.seconds), **recorded(folder)}
 
     def begin(self, run, program):
         self.told = []
@@ -176,13 +232,7 @@ class Torch:
 
     def close(self, run):
         """Reads all that torch printed, and what torchfrtrace says of the dumps."""
-        said = run.err()
-        dumps = run.folder / "dumps"
-        if any(dumps.iterdir()):
-            module = "torch.distributed.flight_recorder.fr_trace"
-            command = [sys.executable, "-m", module, str(dumps), "-p", "rank_"]
-            path = run.folder / "fr_trace.txt"
-            said += output([*command, "--allow-incomplete-ranks", "--print_stack_trace"], path)[1]
+        said = run.err() + traced(run)
         for told in self.told:
             told.head = re.sub(
                 r"(?m)^.*?\[rank\d+\]:?", "", said
@@ -203,4 +253,5 @@ def output(command, path, limit=180):
     return code, said
 
 
-TOOLS = {tool.name: tool for tool in (Watch, Attach, PySpy, Torch)}
+EVERY = Watch, Attach, PySpy, FlightRecorder, Resiliency, Torch
+TOOLS = {tool.name: tool for tool in EVERY}

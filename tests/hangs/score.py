@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+import uuid
 
 from hang_programs import chosen
 from hang_runs import Run
@@ -30,7 +31,7 @@ COLUMNS = "program", "due", "said", "seconds", "line", "rank", "withdrawn", "not
 def named_ranks(said):
     """Returns the ranks that a text names: `rank 1`, `ranks 0, 2 and 5-7`."""
     found = set()
-    for numbers in re.findall(r"\branks? ?[:{\[]?((?:\d+(?:-\d+)?(?:, | and )?)+)", said):
+    for numbers in re.findall(r"\branks?[ :{\[]*((?:\d+(?:-\d+)?(?:, ?| and )?)+)", said):
         for first, last in re.findall(r"(\d+)(?:-(\d+))?", numbers):
             found |= set(range(int(first), int(last or first) + 1))
     return found
@@ -135,7 +136,11 @@ def worth(row):
     """Orders rows: the worst is a healthy one accused, or a hang that was not told."""
     if row["healthy"]:
         return -bool(row["told"])
-    return (row["told"] and row["seconds"] <= row["within"]) + bool(row["line"]) + row["told"]
+    return in_time(row) + bool(row["line"]) + row["told"]
+
+
+def in_time(row):
+    return row["seconds"] is not None and row["seconds"] <= row["within"]
 
 
 def summary(rows):
@@ -154,8 +159,7 @@ def summary(rows):
             continue
         told = [r for r in fine if r["told"]]
         times = [r["seconds"] for r in told] or [float("nan")]
-        in_time = sum(r["seconds"] <= r["within"] for r in told)
-        count = f"{len(told)} of {len(fine)} told, {in_time} in time"
+        count = f"{len(told)} of {len(fine)} told, {sum(map(in_time, told))} in time"
         median = f", median {statistics.median(times):.1f} s, longest {max(times):.1f} s"
         lined = sum(bool(r["line"]) for r in fine)
         ranked = [r for r in fine if r["rank"] is not None]
@@ -223,7 +227,7 @@ def main(given=None):
         running = []
         for program, form, i in jobs:
             name = re.sub(r"\W+", "-", f"{program.name} {form}").strip("-")
-            folder = options.out / f"{name}-{options.tool}-{i}-{os.getpid()}"
+            folder = options.out / f"{name}-{options.tool}-{i}-{uuid.uuid4().hex[:6]}"
             running.append(pool.submit(score, program, form, options, folder))
         for done in concurrent.futures.as_completed(running):
             rows.append(done.result())
