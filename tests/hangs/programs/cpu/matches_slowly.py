@@ -1,0 +1,33 @@
+# due: healthy; quiet: 20; set: first
+# A regular expression backtracks for 25 s in one call, which keeps the GIL, and then does not
+# match.
+import os
+import re
+import threading
+import time
+
+SCALE = float(os.environ.get("HANGS_SCALE", 1))
+PATTERN = re.compile(r"(\w+\s?)+#")
+
+
+def seconds_of(length):
+    start = time.perf_counter()
+    PATTERN.match("a" * length)
+    return time.perf_counter() - start
+
+
+def main():
+    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    length = 14
+    while seconds_of(length) < 0.7 * SCALE:
+        length += 1
+    taken = seconds_of(length)
+    while taken < 24 * SCALE:
+        length, taken = length + 1, taken * 2
+    print("quiet", flush=True)
+    print(PATTERN.match("a" * length))
+    print("over", flush=True)
+
+
+if __name__ == "__main__":
+    main()

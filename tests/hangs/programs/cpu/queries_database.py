@@ -1,0 +1,40 @@
+# due: healthy; quiet: 22; runs: --query count | --query join; set: first
+# One statement of SQLite runs for 25 s.
+import argparse
+import os
+import sqlite3
+import time
+
+SCALE = float(os.environ.get("HANGS_SCALE", 1))
+COUNT = """
+with recursive numbers(n) as (select 1 union all select n + 1 from numbers where n < {})
+select sum(n * n % 7) from numbers
+"""
+JOIN = "select count(*) from samples a, samples b where a.id < {} and (a.size + b.size) % 3 = 1"
+
+
+def run(database, statement, size):
+    start = time.perf_counter()
+    value = database.execute(statement.format(size)).fetchone()[0]
+    return value, time.perf_counter() - start
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--query", choices=("count", "join"), default="count")
+    args = parser.parse_args()
+    database = sqlite3.connect("samples.db")
+    database.execute("create table samples (id integer primary key, size integer)")
+    rows = [(i, i * i % 1009) for i in range(20_000)]
+    database.executemany("insert into samples values (?, ?)", rows)
+    statement, few = (COUNT, 1_000_000) if args.query == "count" else (JOIN, 50)
+    taken = min(run(database, statement, few)[1] for _ in range(3))
+    size = int(few * 30 * SCALE / taken)
+    print("quiet", flush=True)
+    value, _ = run(database, statement, size)
+    print("over", flush=True)
+    print(value)
+
+
+if __name__ == "__main__":
+    main()

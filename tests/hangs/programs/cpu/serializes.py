@@ -1,0 +1,39 @@
+# due: healthy; quiet: 25; runs: --form pickle | --form json; set: first
+# A large structure is written and read as pickle or JSON for 25 s.
+import argparse
+import json
+import os
+import pickle
+import time
+
+SCALE = float(os.environ.get("HANGS_SCALE", 1))
+
+
+def rows(count):
+    return [{"id": i, "text": f"document {i}", "scores": [i / 7, i / 11]} for i in range(count)]
+
+
+def keep(data, form, path):
+    mode = "b" if form == "pickle" else ""
+    kind = pickle if form == "pickle" else json
+    with open(path, "w" + mode) as file:
+        kind.dump(data, file)
+    with open(path, "r" + mode) as file:
+        return kind.load(file)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--form", choices=("pickle", "json"), default="pickle")
+    args = parser.parse_args()
+    data = rows(300_000)
+    print("quiet", flush=True)
+    end = time.monotonic() + 25 * SCALE
+    while time.monotonic() < end:
+        data = keep(data, args.form, "rows.data")
+    print("over", flush=True)
+    print(len(data), "rows")
+
+
+if __name__ == "__main__":
+    main()

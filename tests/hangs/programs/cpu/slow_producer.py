@@ -1,0 +1,46 @@
+# due: healthy; quiet: 24; runs: --kind thread | --kind process | --kind poll; set: first
+# A producer takes 12 s for each item; the consumer waits in get, or asks each half second.
+import argparse
+import multiprocessing
+import os
+import queue
+import threading
+import time
+
+SCALE = float(os.environ.get("HANGS_SCALE", 1))
+
+
+def render(seconds):
+    end, pixels = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        pixels += sum(i % 3 for i in range(10_000))
+    return pixels
+
+
+def produce(items, count):
+    for _ in range(count):
+        items.put(render(12 * SCALE))
+
+
+def take(items, poll):
+    while True:
+        try:
+            return items.get(timeout=0.5 if poll else None)
+        except queue.Empty:
+            pass
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", choices=("thread", "process", "poll"), default="thread")
+    args = parser.parse_args()
+    items = queue.Queue() if args.kind == "thread" else multiprocessing.Queue()
+    start = threading.Thread if args.kind == "thread" else multiprocessing.Process
+    start(target=produce, args=(items, 2), daemon=True).start()
+    print("quiet", flush=True)
+    print(sum(take(items, args.kind == "poll") for _ in range(2)))
+    print("over", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+# due: healthy; quiet: 25; runs: --lock flock | --lock file; set: first
+# Another process holds the cache's lock and fills the cache for 25 s; main waits for its turn.
+import argparse
+import fcntl
+import os
+import subprocess
+import sys
+import time
+
+SCALE = float(os.environ.get("HANGS_SCALE", 1))
+FILLER = """
+import fcntl, os, sys, time
+way, seconds = sys.argv[1], float(sys.argv[2])
+lock = open("cache.lock", "w" if way == "flock" else "x")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+end = time.monotonic() + seconds
+while time.monotonic() < end:
+    open("cache.bin", "wb").write(bytes(i % 251 for i in range(100_000)))
+if way == "file":
+    os.remove("cache.lock")
+"""
+
+
+def enter(way):
+    if way == "flock":
+        with open("cache.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    while way == "file" and os.path.exists("cache.lock"):
+        time.sleep(0.1)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lock", choices=("flock", "file"), default="flock")
+    args = parser.parse_args()
+    command = [sys.executable, "-c", FILLER, args.lock, str(26 * SCALE)]
+    filler = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    filler.stdout.readline()
+    print("quiet", flush=True)
+    enter(args.lock)
+    print("over", flush=True)
+    filler.wait()
+
+
+if __name__ == "__main__":
+    main()

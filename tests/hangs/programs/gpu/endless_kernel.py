@@ -1,0 +1,59 @@
+# due: STALLED:device or HANG:device; line: augment; rank: 1; within: 30; ranks: 2;
+# runs: --form sleep | --form flag; set: first
+# Rank 1's GPU executes one kernel for minutes (a flag nobody sets, after reports of custom
+# kernels that spin); the others wait.
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+
+try:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def wait_for_flag(flag, out):
+        while tl.atomic_add(flag, 0) == 0:
+            pass
+        tl.store(out, 1.0)
+except ImportError:
+    wait_for_flag = None
+
+
+def augment(images, form, device):
+    if device.type == "cpu":
+        time.sleep(600)
+    elif form == "sleep":
+        torch.cuda._sleep(10**12)
+    else:
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        wait_for_flag[(1,)](flag, images)
+    return images.flip(-1)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--form", choices=("sleep", "flag"), default="sleep")
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    images = torch.rand(16, 3, 64, 64, device=device)
+    for step in range(200):
+        if step == 60 and rank == 1:
+            print("fault", flush=True)
+            images = augment(images, args.form, device)
+        mean = images.mean()
+        dist.all_reduce(mean)
+        images = images / mean
+        if step % 20 == 0:
+            print(f"rank {rank}, step {step}: {mean.item():.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+# due: healthy; quiet: 50; ranks: 2; runs: --sync barrier | --sync all_reduce; set: first
+# Rank 0 evaluates for 50 s on its CPU and GPU while the other ranks wait in a collective.
+import argparse
+import collections
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SCALE = float(os.environ.get("HANGS_SCALE", 1))
+
+
+def join():
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    return rank, device
+
+
+def grams(text, n):
+    return collections.Counter(tuple(text[i : i + n]) for i in range(len(text) - n + 1))
+
+
+@torch.no_grad()
+def evaluate(model, device):
+    print("quiet", flush=True)
+    hits, end = 0, time.monotonic() + 50 * SCALE
+    while time.monotonic() < end:
+        answers = model(torch.randn(256, 512, device=device)).argsort(-1)[:8].tolist()
+        for answer in answers:
+            hits += sum((grams(answer, 4) & grams(sorted(answer), 4)).values())
+    print("over", flush=True)
+    return hits
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sync", choices=("barrier", "all_reduce"), default="barrier")
+    args = parser.parse_args()
+    rank, device = join()
+    model = DistributedDataParallel(nn.Linear(512, 512).to(device))
+    optimizer = torch.optim.Adam(model.parameters())
+    for epoch in range(2):
+        for _ in range(50):
+            inputs = torch.randn(64, 512, device=device)
+            optimizer.zero_grad()
+            (model(inputs) - inputs).square().mean().backward()
+            optimizer.step()
+        if rank == 0 and epoch == 0:
+            print("hits", evaluate(model.module, device), flush=True)
+        if args.sync == "barrier":
+            dist.barrier()
+        else:
+            ready = torch.ones(1, device=device)
+            dist.all_reduce(ready)
+            print("ranks that are ready:", ready.item(), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
