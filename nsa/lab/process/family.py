@@ -12,6 +12,7 @@ Imports as little as it can: kernels and trials load it before anything else.
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -57,14 +58,18 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def let_others_look() -> None:
+def let_others_look(*, children: bool = False) -> None:
     """Called in a child: whoever may signal it may also ptrace it, as py-spy does.
 
     Under Yama's ptrace_scope 1, the usual one of desktops, only its ancestors could, and py-spy is
-    none. Without Yama it changes nothing.
+    none. Without Yama it changes nothing. children: those that it forks let them as well; without
+    a line of Python, in which a signal's handler could raise what is lost there.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANYBODY)
+        let = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PTRACER, _ANYBODY)
+        let()
+        if children:
+            os.register_at_fork(after_in_child=let)
 
 
 def stat(process: Path) -> list[str]:

@@ -5,12 +5,14 @@ And how far a device has come along the work that a training gave it.
 
 from __future__ import annotations
 
+import operator
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ SHORT_S = 1.0  # a backward that takes longer can afford the walk, and a finer c
 APART = 64  # nodes, about, between hooked outputs; fewer where that leaves not FEW_HOOKS of them
 FEW_HOOKS = 24
 OTHER = PHASES.index("other")
+KEEPS = "retain_graph", "create_graph"
 _nodes_made = torch.autograd._get_sequence_nr  # by this thread
 Undo = Callable[[], Any]
 
@@ -95,12 +98,18 @@ def all_modules(progress: Progress) -> list[Undo]:
 
     def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # In this order: a compiled region must not depend on what changes.
-            if is_compiling() or counted.over or not progress.fine:
+            if is_compiling():  # a compiled region must not depend on what changes
                 return plain(module, *args, **kwargs)
-            _begins(progress)
-            output = plain(module, *args, **kwargs)
-            _ended(progress, output)
+            counts = progress.fine and not counted.over
+            if counts:
+                _begins(progress)
+            try:
+                output = plain(module, *args, **kwargs)
+            except BaseException as error:
+                raise_on(error)
+                raise
+            if counts:
+                _ended(progress, output)
             return output
 
         return counted
@@ -124,6 +133,25 @@ def _ended(progress: Progress, output: Any) -> None:
         progress.outputs.add(output)
 
 
+class Firing:
+    """Sets FIRED as a backward runs: each node that has `hook` for its prehook takes the next of
+    `values`, and none when they are used up.
+
+    The hook is C throughout. Python in it would run handlers of signals in the midst of a backward,
+    where an unwatched program runs none; and it costs a third.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self.values: list[int] = []
+        cells = map(getattr, repeat(progress), repeat("cells"))
+        moves = map(operator.setitem, cells, repeat(FIRED), iter(self.values))
+        self.hook = partial(next, moves)  # its own argument, where there is no next: all stays
+
+    def shift(self, nodes: int) -> None:
+        """Another backward inside this one has run so many."""
+        self.values[:] = [value + nodes for value in self.values]
+
+
 class Outputs:
     """What modules put out in one forward: hooks on the nodes that made it tell how far its
     backward has come, so that the graph need not be walked.
@@ -138,9 +166,8 @@ class Outputs:
         """apart: nodes from one output that counts to the next, at least."""
         self._progress, self._apart, self._hooks = progress, apart, hooks
         self._first = self._last = _nodes_made()
-        self._widest, self._made, self._near = 0, 0, False
-        self._left: int | None = None  # nodes that have not run, while hooks count a backward
-        self._calls, self._began = 0, 0.0
+        self._widest, self._made, self._near, self._began = 0, 0, False, 0.0
+        self.firing, self._numbers = Firing(progress), list[int]()
 
     def renew(self) -> None:
         """Forgets what was put out: a step begins."""
@@ -157,7 +184,9 @@ class Outputs:
         if between > self._apart:
             self._last, self._widest = number, max(self._widest, between)
             if self._hooks:
-                node.register_prehook(partial(self._fired, number))
+                node.register_prehook(self.firing.hook)
+                self._numbers.append(number)
+                _mark(self._progress, node, len(self._numbers) & 7)
 
     def begin(self) -> int:
         """How many nodes there are to run, 0 where a walk has to count them, and no hook here."""
@@ -167,24 +196,21 @@ class Outputs:
         self._near = widest <= MOST_BETWEEN < self._made
         if not (self._near and self._hooks):
             return 0
-        self._left = self._made
+        before = self._progress.cells[FIRED]
+        self.firing.values[:] = [before + end - (n + 1) for n in reversed(self._numbers)]
         return self._made
 
     def end(self) -> None:
         """The backward is over: what is left of the hooks counts nothing any more."""
-        self._left = None
+        self.firing.values.clear()
         apart, short = min(self._made // FEW_HOOKS, APART), time.monotonic() - self._began < SHORT_S
         self._progress.outputs = Outputs(self._progress, apart, hooks=self._near and short)
 
-    def _fired(self, number: int, gradients: Any) -> None:
-        left = number + 1 - self._first
-        if self._left is None or left >= self._left:
-            return
-        self._progress.cells[FIRED] += self._left - left
-        self._left = left
-        self._calls += 1
-        if not self._calls & 7:
-            self._progress.mark()
+
+def _mark(progress: Progress, node: Any, number: int) -> None:
+    """Where there is a device, one node of several marks its place on the device's way."""
+    if not number and progress._device is not None:
+        node.register_prehook(lambda _: progress.mark())
 
 
 def optimizers(progress: Progress) -> list[Undo]:
@@ -201,15 +227,20 @@ def backwards(progress: Progress) -> list[Undo]:
 
     def counting(plain: Callable[..., Any], roots: str, kept: int) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
-            if is_compiling() or counted.over or not progress.fine:
+            if is_compiling():
                 return plain(*args, **options)
-            given = args[0] if args else options.get(roots, ())
-            given = [given] if isinstance(given, Tensor) else list(given)
-            # By their place, too, as Tensor.backward gives them.
-            keeps = [*args[kept : kept + 2], *map(options.get, ("retain_graph", "create_graph"))]
-            retained = any(keeps)
-            with backward(given, progress, retained=retained):
-                return plain(*args, **options)
+            try:
+                if counted.over or not progress.fine:
+                    return plain(*args, **options)
+                given = args[0] if args else options.get(roots, ())
+                given = [given] if isinstance(given, Tensor) else list(given)
+                # By their place, too, as Tensor.backward gives them.
+                keeps = [*args[kept : kept + 2], *map(options.get, KEEPS)]
+                with backward(given, progress, retained=any(keeps)):
+                    return plain(*args, **options)
+            except BaseException as error:
+                raise_on(error)
+                raise
 
         return counted
 
@@ -227,7 +258,7 @@ def in_place_of(owner: Any, name: str, counting: Callable[..., Any]) -> Undo:
     They end in any order: one that is `over` calls the next, and goes when none above it counts.
     """
     plain = getattr(owner, name)
-    counted = counting(plain)
+    counted = update_wrapper(counting(plain), plain)
     counted.plain, counted.over = plain, False
 
     def undo() -> None:
@@ -239,6 +270,11 @@ def in_place_of(owner: Any, name: str, counting: Callable[..., Any]) -> Undo:
 
     setattr(owner, name, counted)
     return undo
+
+
+def raise_on(error: BaseException) -> None:
+    """Takes the frame that caught `error` out of its traceback, before it is raised again there."""
+    error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
 
 
 @contextmanager
@@ -258,20 +294,23 @@ def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False
     outputs, progress.outputs = progress.outputs, None
     made = outputs.begin() if outputs is not None else 0
     progress.backwards += 1
-    progress.within += 1
-    handles = []
+    handles, depth = [], len(progress.firing)
     if made:
         cells[TOTAL] = before_it + made
+        firing = outputs.firing
     else:
         nodes = _nodes(roots, cells)
         cells[TOTAL] = before_it + len(nodes)
-        handles = _hooked(nodes, progress)
+        firing, handles = _hooked(nodes, progress)
         del nodes
     try:
+        progress.firing.append(firing)
         yield
         cells[FIRED] = first + cells[TOTAL] - before_it
     finally:
-        progress.within -= 1
+        del progress.firing[depth:]
+        for outer in progress.firing:
+            outer.shift(cells[TOTAL] - before_it)
         if outputs is not None:
             outputs.end()
         if retained:  # they would count again
@@ -280,16 +319,15 @@ def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False
         progress.guess(phase if phase == "backward" else "other")
 
 
-def _hooked(nodes: Sequence[Any], progress: Progress) -> list[Any]:
-    """Handles of the hooks that count these nodes, MOST_HOOKS at most."""
-    cells, every = progress.cells, 1 + len(nodes) // MOST_HOOKS
-
-    def fired(gradients: Any) -> None:
-        cells[FIRED] += every
-        if not cells[FIRED] // every & 15:
-            progress.mark()
-
-    return [node.register_prehook(fired) for node in nodes[every // 2 :: every]]
+def _hooked(nodes: Sequence[Any], progress: Progress) -> tuple[Firing, list[Any]]:
+    """What counts these nodes, and handles of its hooks, MOST_HOOKS at most."""
+    firing, every, first = Firing(progress), 1 + len(nodes) // MOST_HOOKS, progress.cells[FIRED]
+    chosen = nodes[every // 2 :: every]
+    firing.values += range(first + every, first + every * len(chosen) + 1, every)
+    handles = [node.register_prehook(firing.hook) for node in chosen]
+    for number, node in enumerate(chosen):
+        _mark(progress, node, number & 15)
+    return firing, handles
 
 
 def _nodes(roots: Sequence[Any], cells: memoryview) -> list[Any]:

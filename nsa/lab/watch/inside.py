@@ -5,14 +5,21 @@
 child of a process that does: of multiprocessing, or of a rank whose RANK it inherits, or of one
 that has made a step. Such a child counts from when it joins a process group, or calls backward
 while nobody above has. Each leaves progress-PID.bin, who-PID.json and, when asked, its answers.
+
+The main thread is the program's, and so is whatever a handler of a signal raises there. What could
+fail runs in a thread of ours for which it waits (`progress.aside`); what runs at a fork or an exit,
+where Python would lose such an exception, is C.
 """
 
 from __future__ import annotations
 
 import atexit
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -83,37 +90,41 @@ class _This:
     """What this process knows of itself."""
 
     folder: Path
-    above: list[list[str]]  # pid, RANK and LOCAL_RANK of each, the nearest last
     progress: Progress | None = None
     rank: int | None = None
-    group = waits = False
+    group = waits = False  # waits: for a first backward
 
 
 def loaded() -> None:
-    """torch has been imported in a process of `environment`."""
+    """torch has been imported in a process of `environment`. Called in a thread of ours."""
     from nsa.lab.watch.counting import in_place_of
 
-    family.let_others_look()
+    family.let_others_look(children=True)
     new, old = RECORDER_SIZES
     version = sys.modules["torch"].__version__.split(".")
     if new in os.environ and tuple(map(int, version[:2])) < (2, 9):
         os.environ.setdefault(old, os.environ[new])
     _This.folder = Path(os.environ[FOLDER])
-    entries = [entry.split(":") for entry in os.environ.get(ABOVE, "").split()]
-    _This.above = [entry for entry in entries if entry[0] != str(os.getpid())]
     place = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK")]
-    inherited = bool(place[0] and _This.above and _This.above[-1][1:] == place)
-    _This.rank = _number(place[0]) if not inherited else None
+    inherited = bool(place[0] and (above := _above()) and above[-1][1:] == place)
     if inherited or _of_multiprocessing() or _above_has_begun():
-        _This.rank = None
-        _wait()
+        _This.waits = True
     else:
+        _This.rank = _number(place[0])
         _count()
+    in_place_of(sys.modules["torch.autograd"], "backward", _first)
     for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
         if hasattr(sys.modules.get(name), "init_process_group"):
             in_place_of(sys.modules[name], "init_process_group", _joining)
-    os.register_at_fork(after_in_child=_forked)
-    atexit.register(_ends)
+    # A forked child counts nothing of its parent: `progress` has seen to that.
+    for name, value in {"progress": None, "rank": None, "group": False, "waits": True}.items():
+        os.register_at_fork(after_in_child=partial(setattr, _This, name, value))
+
+
+def _above() -> list[list[str]]:
+    """pid, RANK and LOCAL_RANK of each process above that counts, the nearest last."""
+    entries = [entry.split(":") for entry in os.environ.get(ABOVE, "").split()]
+    return [entry for entry in entries if entry[0] != str(os.getpid())]
 
 
 def _number(text: str) -> int | None:
@@ -126,17 +137,20 @@ def _of_multiprocessing() -> bool:
 
 
 def _above_has_begun() -> bool:
-    files = [_This.folder / f"progress-{pid}.bin" for pid, *_ in _This.above]
+    files = [_This.folder / f"progress-{pid}.bin" for pid, *_ in _above()]
     return any(cells[progress.STEP] >= 0 for file in files if (cells := progress.cells_of(file)))
 
 
 def _count() -> None:
     """This process counts from now on, and says who it is to those outside and below."""
-    _This.progress = begin(_This.folder)
+    progress.unhook_parents()
+    _This.progress, _This.waits = begin(_This.folder), False
     place = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK")]
-    chain = [*_This.above, [str(os.getpid()), *place]]
+    chain = [*_above(), [str(os.getpid()), *place]]
     os.environ[ABOVE] = " ".join(":".join(entry) for entry in chain)
     _say()
+    ending = repeat(progress.PHASE), repeat(PHASES.index("end"))
+    atexit.register(next, map(operator.setitem, _This.progress.its_cells, *ending), None)
 
 
 def _say() -> None:
@@ -150,7 +164,7 @@ def _say() -> None:
         "rank": _This.rank,
         **numbers,
         "group": _This.group,
-        "above": [int(entry[0]) for entry in _This.above],
+        "above": [int(entry[0]) for entry in _above()],
         "argv": sys.orig_argv,
         "cwd": os.getcwd(),
         "executable": sys.executable,
@@ -160,47 +174,43 @@ def _say() -> None:
     child.put(_This.folder / f"who-{pid}.json", content)
 
 
-def _wait() -> None:
-    """Counts from the first backward, unless somebody above has begun before."""
-    from nsa.lab.watch.steps import at_first_backward
+def _first(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """backward, of which the first makes a process count, unless one above has begun before."""
+    from nsa.lab.watch.counting import is_compiling, raise_on
 
-    def called() -> None:
-        _This.waits = False
-        if _This.progress is None and not _above_has_begun():
+    def late() -> None:
+        if not _above_has_begun():
             _count()
 
-    if not _This.waits:
-        _This.waits = True
-        at_first_backward(called)
+    def first(*args: Any, **options: Any) -> Any:
+        if is_compiling():
+            return plain(*args, **options)
+        try:
+            if _This.waits:
+                _This.waits = False
+                progress.aside(late)
+            return plain(*args, **options)
+        except BaseException as error:
+            raise_on(error)
+            raise
 
-
-def _forked() -> None:
-    """In a forked child, which counts nothing of its parent: `progress` has seen to that."""
-    if _This.progress is not None:
-        _This.above = [entry.split(":") for entry in os.environ[ABOVE].split()]
-    _This.progress, _This.rank, _This.group = None, None, False
-    family.let_others_look()
-    _wait()
-
-
-def _ends() -> None:
-    if _This.progress is not None:
-        _This.progress.cells[progress.PHASE] = PHASES.index("end")
+    return first
 
 
 def _joining(plain: Callable[..., Any]) -> Callable[..., Any]:
     """init_process_group, which makes a process a rank."""
+    from nsa.lab.watch.counting import raise_on
 
     def joining(*args: Any, **options: Any) -> Any:
-        if joining.over:
+        try:
+            told = options.get("rank", args[4] if len(args) > 4 else -1)
+            known = isinstance(told, int) and told >= 0
+            _This.rank = told if known else _number(os.environ.get("RANK", ""))
+            _This.group = True
+            progress.aside(_count if _This.progress is None else _say)
             return plain(*args, **options)
-        told = options.get("rank", args[4] if len(args) > 4 else -1)
-        rank = told if isinstance(told, int) and told >= 0 else _number(os.environ.get("RANK", ""))
-        _This.rank, _This.group = rank, True
-        if _This.progress is None:
-            _count()
-        else:
-            _say()
-        return plain(*args, **options)
+        except BaseException as error:
+            raise_on(error)
+            raise
 
     return joining

@@ -7,26 +7,30 @@ dead. A stack says where a process is; only counters say whether it moves.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import ctypes
 import mmap
 import os
+import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
 from nsa.lab.watch.evidence import PHASES, P
 
 CELLS = 24
 (
     VERSION, STEP, PHASE, MODULES, FIRED, TOTAL, EVENTS, COLLECTIVES,
-    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, _, BEGAN_NS, MADE,
-) = range(16)  # fmt: skip
-LAYOUT = 1
+    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, _, BEGAN_NS,
+) = range(15)  # fmt: skip
+LAYOUT = 2
 
 
 def read(file: str | os.PathLike) -> tuple[P, int]:
@@ -49,8 +53,7 @@ def cells_of(file: str | os.PathLike) -> tuple[int, ...] | None:
 
 def coordinate(cells: tuple[int, ...]) -> P:
     """The counters as a progress coordinate."""
-    counts = cells[MODULES : ENTERED + 1]
-    return P(cells[STEP], PHASES[cells[PHASE]], *counts, made=cells[MADE])
+    return P(cells[STEP], PHASES[cells[PHASE]], *cells[MODULES : ENTERED + 1])
 
 
 def ask(file: str | os.PathLike) -> None:
@@ -61,23 +64,46 @@ def ask(file: str | os.PathLike) -> None:
         cells.release()
 
 
-def _show_name() -> None:
-    """To those outside, so that they tell this thread from the program's own."""
-    with contextlib.suppress(OSError):
-        Path("/proc/thread-self/comm").write_text("nsa:progress")
+# What a thread causes itself stays its own.
+_NOT_OURS = signal.valid_signals() - {
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT)
+}
+EVERY_S = 0.2  # between two beats
+ASIDE_S = 30.0
 
 
-_CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-_asking: set[Progress] = set()  # the interpreter keeps no reference to what it will call
+def in_thread(do: Callable[[], Any]) -> Any:
+    """Calls `do` in a thread of ours; returns a lock that is open when it has ended.
+
+    No signal is delivered there, `threading` does not list it, and nobody hears of its errors.
+    """
+    over = _thread.allocate_lock()
+    over.acquire()
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            signal.pthread_sigmask(signal.SIG_SETMASK, _NOT_OURS)
+            # To those outside, so that they tell this thread from the program's own.
+            Path("/proc/thread-self/comm").write_text("nsa:progress")
+        with contextlib.suppress(Exception):
+            do()
+        over.release()
+
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError as error:  # no more threads here
+        if error.__traceback__.tb_next is not None:
+            raise  # of a signal's handler, which is the program's
+        over.release()
+    return over
 
 
-def _nodes_made() -> int | None:
-    """By this thread, of autograd's; None before torch is loaded."""
-    counter = getattr(sys.modules.get("torch.autograd"), "_get_sequence_nr", None)
-    return None if counter is None else counter()
+def aside(do: Callable[[], Any]) -> None:
+    """Calls `do` in a thread of ours, and waits for it.
 
-
-EVERY_S = 0.1  # between two beats
+    What a handler of a signal raises meanwhile goes to the program, and what `do` raises does not.
+    """
+    in_thread(do).acquire(timeout=ASIDE_S)
 
 
 class Progress:
@@ -87,10 +113,11 @@ class Progress:
     every module's forward, every backward, every optimizer step; or feed it by hand. A step begins
     with `step`; where nobody calls `phase`, phases are guessed from what is seen.
 
-    A beat every tenth of a second comes from a thread that needs the GIL: it tells a process that
-    computes from one in which C code keeps it. It also asks the main thread how many nodes of
-    autograd that has made, so that a forward without modules moves as well. Another thread reads
-    the process group's sequence number, follows the device's events, and answers `ask`.
+    Five beats a second come from a thread that needs the GIL: it tells a process that computes from
+    one in which C code keeps it. Where there is a process group or a device, another thread reads
+    the group's sequence number and follows the device's events. Neither asks the main thread for
+    anything, and no signal reaches them: what a handler of the program's raises is the program's.
+    A forward without modules is not counted.
 
     Cost, of the host's time: 1 us a module, 2 to 3 where only a model is watched, and up to six
     times that with cold caches; 5 us each for about 24 nodes of autograd or, where modules lie far
@@ -110,7 +137,7 @@ class Progress:
             self._mapped = mmap.mmap(opened.fileno(), 8 * CELLS)
         self.cells = memoryview(self._mapped).cast("q")
         self.cells[STEP] = -1
-        self.cells[PID] = os.getpid()
+        self.cells[PID] = self.pid = os.getpid()
         self.cells[MAIN_THREAD] = threading.main_thread().ident or 0
         self.cells[VERSION] = LAYOUT
         self.told = False  # somebody names the phases: then none is guessed
@@ -118,21 +145,16 @@ class Progress:
         self.fine = True  # modules and backwards are counted
         self.passed = 0  # modules of the steps before this one
         self.backwards = 0  # under way or over
-        self.within = 0  # of them are under way
-        self.pace: Callable[[], Any] | None = None  # called by the main thread with each beat
+        self.pace: Callable[[], Any] | None = None  # called with each beat
+        self.firing: list[Any] = []  # of those under way: see nsa.lab.watch.counting
         self._undo: list[Callable[[], Any]] = []
         self._all = self._counts_backwards = False
         self._device: Any = None
-        _counting.add(self)
-        self._callback = _CALLBACK(self._answer)
+        self.its_cells = map(getattr, repeat(self), repeat("cells"))
+        _counting.append(self)
+        _forget_in_children()
         self._stop = threading.Event()
-        # Two, because asking a device or a process group may take as long as what they do.
-        self._threads = [
-            threading.Thread(target=each, name="nsa:progress", daemon=True)
-            for each in (self._beat, self._poll)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [in_thread(self._beat)]
 
     def step(self, number: int) -> None:
         """A step begins: its modules and nodes are counted from 0."""
@@ -186,7 +208,8 @@ class Progress:
         steps: nobody tells where one begins: the first optimizer does. Of steps too short for it,
         modules and backwards are then counted now and then: see nsa.lab.watch.steps.
         """
-        from nsa.lab.watch import counting
+        # All that its threads need, too: a child must not be forked while one of them imports.
+        from nsa.lab.watch import counting, flight_recorder, locks  # noqa: F401
 
         if self._all:
             return
@@ -245,9 +268,11 @@ class Progress:
         if self.lasting:
             return
         self._stop.set()
-        for thread in self._threads:
-            thread.join(1.0)
+        for over in self._threads:
+            if over.acquire(timeout=1.0):
+                over.release()
         self.unhook()
+        _counting[:] = [other for other in _counting if other is not self]
 
     def unhook(self) -> None:
         """Takes all hooks away."""
@@ -257,27 +282,21 @@ class Progress:
         self._undo, self._all, self._counts_backwards, self.outputs = [], False, False, None
 
     def _beat(self) -> None:
-        _show_name()
+        answered = 0
         while not self._stop.wait(EVERY_S):
             self.cells[BEATS] += 1
-            # torch counts the nodes for each thread by itself, so the main thread must be asked. It
-            # looks at pending calls between two bytecodes; nothing is interrupted, no signal sent.
-            if self not in _asking and _nodes_made() is not None:
-                _asking.add(self)
-                if ctypes.pythonapi.Py_AddPendingCall(self._callback, None):  # too many are waiting
-                    _asking.discard(self)
-
-    def _answer(self, _: int | None) -> int:
-        _asking.discard(self)
-        self.cells[MADE] = _nodes_made() or 0
-        if self.pace is not None:
             with contextlib.suppress(Exception):
-                self.pace()
-        return 0
+                if self.pace is not None:
+                    self.pace()
+                if len(self._threads) == 1 and (self._device is not None or _has_group()):
+                    self._threads.append(in_thread(self._poll))
+                if self.cells[ASKED] > answered:
+                    answered = self.cells[ASKED]
+                    in_thread(self._answer)  # for which the beats do not wait
 
     def _poll(self) -> None:
-        _show_name()
-        enqueued = answered = 0
+        """Apart from the beats: to ask a device or a group may take as long as what they do."""
+        enqueued = 0
         while not self._stop.wait(EVERY_S):
             with contextlib.suppress(Exception):
                 if self._device is not None:
@@ -285,34 +304,52 @@ class Progress:
                 now = _collectives()
                 self.cells[COLLECTIVES] += max(0, now - enqueued)
                 enqueued = now
-            if self.cells[ASKED] > answered:
-                answered = self.cells[ASKED]
-                from nsa.lab.watch import flight_recorder, locks
 
-                key = self.file.stem.partition("-")[2]
-                locks.write(self.file.parent, key)
-                flight_recorder.write(self.file.parent, key)
+    def _answer(self) -> None:
+        from nsa.lab.watch import flight_recorder, locks
 
-
-_counting: WeakSet[Progress] = WeakSet()
+        key = self.file.stem.partition("-")[2]
+        locks.write(self.file.parent, key)
+        flight_recorder.write(self.file.parent, key)
 
 
-def _forget() -> None:
-    """In a forked child, as loaders start them: what it does is no progress of its parent."""
-    for progress in list(_counting):
-        progress.cells = memoryview(bytearray(8 * CELLS)).cast("q")
-        progress.unhook()
+_counting: list[Progress] = []
+_children_forget: set[int] = set()  # processes whose children do
 
 
-os.register_at_fork(after_in_child=_forget)
+def _forget_in_children() -> None:
+    """What a forked child does, as loaders start them, is no progress of its parent.
+
+    All of it is C: a handler's exception would be lost while Python runs there.
+    """
+    if os.getpid() in _children_forget:
+        return
+    _children_forget.add(os.getpid())
+    nothing = SimpleNamespace(quiet=True, record=bool)
+    spare = memoryview(bytearray(8 * CELLS)).cast("q")
+    for name, value in (("cells", spare), ("_device", nothing), ("fine", False), ("pace", None)):
+        # Each goes through the list once, in a child; those of its children are put here anew.
+        setting = map(setattr, iter(_counting), repeat(name), repeat(value))
+        os.register_at_fork(after_in_child=partial(deque, setting, 0))
+
+
+def unhook_parents() -> None:
+    """In a forked child that counts for itself: takes away what it has of its parent."""
+    for one in _counting:
+        if one.pid != os.getpid():
+            one.unhook()
+
+
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
 def _collectives() -> int:
     """How many collectives the default process group has been given; 0 without one."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    if not _has_group():
         return 0
-    return distributed.group.WORLD._get_sequence_number_for_group()
+    return sys.modules["torch.distributed"].group.WORLD._get_sequence_number_for_group()
 
 
 def event() -> None:

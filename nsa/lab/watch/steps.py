@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nsa.lab.watch.counting import Undo, in_place_of
+from nsa.lab.watch.counting import Undo, in_place_of, raise_on
 from nsa.lab.watch.evidence import PHASES
 from nsa.lab.watch.progress import BEGAN_NS, MAIN_THREAD, MODULES, PHASE, STEP, Progress
 
@@ -25,8 +25,8 @@ MOST_REST_S = 3.0
 class Pace:
     """Lets modules and backwards be counted all the time, or of short steps now and then.
 
-    Called by the main thread with each beat. Where a beat's counting cost more than its share, none
-    is done until the average is right, or for three seconds; steps always count.
+    Called with each beat, by the thread that beats. Where a beat's counting cost more than its
+    share, none is done until the average is right, or for three seconds; steps always count.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -54,7 +54,11 @@ def of_optimizers(progress: Progress) -> list[Undo]:
     def scaling(plain: Callable[..., Any]) -> Callable[..., Any]:
         def counted(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
             before = first.calls
-            result = plain(scaler, optimizer, *args, **options)
+            try:
+                result = plain(scaler, optimizer, *args, **options)
+            except BaseException as error:
+                raise_on(error)
+                raise
             if first.calls == before and not counted.over:  # its gradients overflowed
                 first.stepped(optimizer)
             return result
@@ -93,7 +97,7 @@ class _First:
         self._others = 0
         _begin(self._progress)
         number = self._progress.cells[STEP] + 1
-        if self._progress.within:  # a backward, whose counts must go on
+        if self._progress.firing:  # a backward, whose counts must go on
             self._progress.cells[STEP] = number
         else:
             self._progress.step(number)
@@ -104,10 +108,16 @@ def at_first_backward(do: Callable[[], Any]) -> Undo:
 
     def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def first(*args: Any, **options: Any) -> Any:
-            if not first.over and not torch.compiler.is_compiling():
-                undo()
-                do()
-            return plain(*args, **options)
+            if torch.compiler.is_compiling():
+                return plain(*args, **options)
+            try:
+                if not first.over:
+                    undo()
+                    do()
+                return plain(*args, **options)
+            except BaseException as error:
+                raise_on(error)
+                raise
 
         return first
 
@@ -119,18 +129,20 @@ def waits_for_data(progress: Progress) -> list[Undo]:
     """Guesses the phase "data" while the main thread waits for a DataLoader."""
     from torch.utils.data import dataloader
 
-    cells = progress.cells
-
     def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def counted(iterator: Any) -> Any:
-            if counted.over or threading.get_ident() != cells[MAIN_THREAD]:
-                return plain(iterator)
-            before = PHASES[cells[PHASE]]
-            progress.guess("data")
+            told = not counted.over and threading.get_ident() == progress.cells[MAIN_THREAD]
+            before = PHASES[progress.cells[PHASE]]
+            if told:
+                progress.guess("data")
             try:
                 return plain(iterator)
+            except BaseException as error:
+                raise_on(error)
+                raise
             finally:
-                progress.guess("other" if before in ("start", "data") else before)
+                if told:
+                    progress.guess("other" if before in ("start", "data") else before)
 
         return counted
 

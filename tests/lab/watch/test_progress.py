@@ -44,7 +44,7 @@ def test_work_that_nobody_counts_says_so_itself_and_says_it_to_nobody_where_none
     event()
     event()
     assert here(counters).events == 2
-    monkeypatch.setattr(progress, "_counting", set())
+    monkeypatch.setattr(progress, "_counting", [])
     event()
     assert here(counters).events == 2
 
@@ -137,16 +137,6 @@ def test_what_is_compiled_before_counting_begins_is_not_compiled_anew(counters):
     counters.attach()
     compiled(torch.ones(2, 16))
     assert len(graphs) == 1 and here(counters).modules >= 1
-
-
-def test_a_forward_without_modules_moves_as_well(counters):
-    y = torch.ones(4, requires_grad=True)
-    seen, end = set(), time.monotonic() + 30
-    while len(seen) < 4 and time.monotonic() < end:
-        for _ in range(100):
-            y = y * 1.0
-        seen.add(here(counters).made)
-    assert len(seen) >= 4
 
 
 @pytest.mark.processes

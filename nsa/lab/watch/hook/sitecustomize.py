@@ -10,6 +10,7 @@ import sys
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOME = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4))
 _INSIDE = os.path.join("lab", "watch", "inside.py")
+_WAITS_S = 30.0
 
 
 class _Torch:
@@ -22,13 +23,20 @@ class _Torch:
         spec = next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
         plain = getattr(getattr(spec, "loader", None), "exec_module", None)
 
-        def exec_module(module):
-            plain(module)
-            del spec.loader.exec_module
+        def _call_with_frames_removed(module):
+            try:
+                plain(module)
+            finally:
+                del spec.loader.exec_module
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                _begin()
+                spec._initializing = False  # all is there, and our thread may import it
+                _aside(_begin)
 
+        # By that name its frame is in no traceback, as those of an import are not.
+        exec_module = _call_with_frames_removed
+        code = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
+        exec_module.__code__ = code
         if plain is not None:
             spec.loader.exec_module = exec_module
         return spec
@@ -42,6 +50,27 @@ class _Ours:
         from importlib.machinery import PathFinder
 
         return PathFinder.find_spec(name, [_HOME]) if name == "nsa" else None
+
+
+def _aside(do):
+    """Calls it in a thread of ours and waits: what a handler of a signal raises meanwhile is for
+    the program, and would be lost among our own errors."""
+    import _thread
+    import signal
+
+    over = _thread.allocate_lock()
+    over.acquire()
+
+    def run():
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        do()
+        over.release()
+
+    _thread.start_new_thread(run, ())
+    ours = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "nsa"]
+    # A program of this very package: our thread waits for its imports, so it must not for us.
+    if not any(getattr(getattr(m, "__spec__", None), "_initializing", False) for m in ours):
+        over.acquire(timeout=_WAITS_S)
 
 
 def _begin():
@@ -58,6 +87,8 @@ def _begin():
         inside.loaded()
     except Exception:
         _say()
+    finally:
+        sys.meta_path.remove(_Ours)  # what else is imported of it lies beside what has been
 
 
 def _say():
