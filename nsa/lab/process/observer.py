@@ -161,7 +161,9 @@ class Observer:
         taken = kernel.snapshot(ranks, self._cookie, self.t, p)
         taken = looks.with_stacks(taken, native=native)
         dead = [process for rank, process in self._dead.items() if rank not in ranks]
-        taken = replace(taken, processes=(*taken.processes, *dead), gpu_percent=self._percent(),
+        gone = {process.pid for process in dead}
+        others = [process for process in taken.processes if process.pid not in gone]
+        taken = replace(taken, processes=(*others, *dead), gpu_percent=self._percent(),
                         devices=self._devices(ranks))  # fmt: skip
         end = self.t + ANSWER_S
         while self.t < end and not all(file.is_file() for file in asked):

@@ -162,8 +162,10 @@ def _at_device(called: Sequence[str], thread: Thread) -> str:
     """The function in which it waits for a device; "" where it is in none, or compiles for one."""
     if any(mark in name for name in called for mark in _COMPILES):
         return ""
+    if found := [name for name in called for mark in _DEVICE if mark in name]:
+        return next((name for name in found if ".so" not in name), "its driver")
     if called:
-        return next((name for name in called for mark in _DEVICE if mark in name), "")
+        return ""
     inside = any(mark in frame for frame in thread.frames[:3] for mark in _DEVICE)
     return thread.frames[0].rpartition(" ")[2] if inside else ""
 

@@ -18,9 +18,10 @@ from typing import Any
 MOST = 12  # nodes that a picture shows
 COLUMNS = 4
 WIDTH = 100
+DEVICE = "what its device executes"
 OUTSIDE, NOBODY = "somebody who is not observed", "nobody else who was seen"
 _WIDE, _HIGH, _GAP, _LETTERS = 280, 62, 46, 41  # of a box, in SVG's units and in letters
-_RANKS = re.compile(r"(?: for)? ranks? \d+(?:(?:, | and |-)(?:ranks? )?\d+)*")
+_RANKS = re.compile(r" for ranks? \d+(?:(?:, | and |-)(?:ranks? )?\d+)*")
 TIMED = re.compile(r"\d (?:ms|s|min|h)\b")  # a text that tells how long itself
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _STYLE = """
@@ -69,7 +70,7 @@ def picture(edges: Sequence[dict[str, Any]]) -> tuple[list[Node], int]:
         if edge.get("left_s") is not None:
             ends.append(f"a timer: {seconds(edge['left_s'])} left")
         elif edge.get("outside"):
-            ends.append(OUTSIDE)
+            ends.append(DEVICE if node.kind == "device" else OUTSIDE)
         if not ends and node.kind not in ("collective", "other"):
             ends = [NOBODY]
         node.to = list(dict.fromkeys([*node.to, *ends]))
