@@ -192,6 +192,7 @@ class Progress:
             from nsa.lab.watch.counting import DeviceEvents
 
             self._device = DeviceEvents()
+            _devices.append(self._device)
         self.mark()
 
     def watch(self, model: Any) -> None:
@@ -315,6 +316,8 @@ class Progress:
 
 _counting: list[Progress] = []
 _children_forget: set[int] = set()  # processes whose children do
+# Kept for good: to free a CUDA event in a forked child, which has no CUDA, ends that child.
+_devices: list[Any] = []
 
 
 def _forget_in_children() -> None:
