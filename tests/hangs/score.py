@@ -93,6 +93,7 @@ def score(program, form, options, folder):
         "right": any(is_due(each.label, program.due) for each in told),
         "withdrawn": withdrawn,
         "load": options.load,
+        "head": heads[:2000],
         "note": note,
     }
     return judge_note(row, run, program)

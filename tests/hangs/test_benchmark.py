@@ -3,6 +3,7 @@
 import ast
 import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -33,10 +34,7 @@ def identity(program):
 def test_a_program_says_what_is_due_and_which_of_its_functions_is_to_be_named(program):
     source = program.path.read_text()
     tree = ast.parse(source)
-    functions = {
-        node.name for node in ast.walk(tree) if hasattr(node, "args") and hasattr(node, "name")
-    }
-    assert set(program.lines) <= functions
+    assert set(program.lines) <= set(re.findall(r"\bdef (\w+)\(", source))
     assert program.healthy or program.lines
     marks = ("quiet", "over") if program.healthy else ("fault",)
     for mark in marks:

@@ -1,5 +1,4 @@
-# due: STALLED:pipe or STALLED:child or HANG:pipe; line: start_service, main; within: 60;
-# set: first
+# due: STALLED:pipe or STALLED:child or HANG:pipe; line: start_service; within: 60; set: first
 # A script puts a service in the background, which keeps the pipe: run(capture_output=True) waits
 # for its end.
 import subprocess

@@ -1,4 +1,4 @@
-# due: STALLED:polling or HANG:polling; line: load_kernels, main; within: 60; set: first
+# due: STALLED:polling or HANG:polling; line: load_kernels; within: 60; set: first
 # A build of a C++ extension was interrupted and left its lock file; torch waits for it
 # (cpp_extension.load hangs).
 import pathlib

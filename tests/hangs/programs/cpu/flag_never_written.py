@@ -1,4 +1,4 @@
-# due: STALLED:polling or HANG:polling; line: wait_for_index, main; within: 60;
+# due: STALLED:polling or HANG:polling; line: wait_for_index; within: 60;
 # runs: --every 1 --say no | --every 0.2 --say yes; set: first
 # A job waits for a flag that another job was to write, and that one failed (poll of a file on a
 # shared disk).

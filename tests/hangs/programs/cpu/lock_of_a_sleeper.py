@@ -1,4 +1,4 @@
-# due: STALLED:file lock or STALLED:flock or HANG:file lock or HANG:lock; line: update_cache, main;
+# due: STALLED:file lock or STALLED:flock or HANG:file lock or HANG:lock; line: update_cache;
 # within: 60; runs: --lock lockf | --lock flock; set: first
 # Another process of the user holds the cache's file lock and sleeps for hours (locks on a shared
 # home).

@@ -1,5 +1,5 @@
 # due: STALLED:polling or HANG:polling or HANG:thread or HANG:queue or STALLED:queue;
-# line: next_sample, main, train; within: 60; runs: --timeout 1 | --timeout 0.05; set: first
+# line: next_sample; within: 60; runs: --timeout 1 | --timeout 0.05; set: first
 # The reader thread ended early; the trainer asks its queue again and again with a timeout
 # (queue.get(timeout) loops).
 import argparse

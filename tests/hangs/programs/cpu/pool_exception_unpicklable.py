@@ -1,5 +1,5 @@
-# due: HANG:thread or HANG:lock or HANG:process or STALLED:lock or STALLED:thread;
-# line: parse_all, main; within: 60; set: first
+# due: HANG:thread or HANG:lock or HANG:process or STALLED:lock or STALLED:thread; line: parse_all;
+# within: 60; set: first
 # A task raises an exception that cannot be unpickled: the pool's result thread dies, and map
 # waits for ever.
 import multiprocessing

@@ -1,4 +1,4 @@
-# due: HANG or STALLED; line: open_model, score_all, main; within: 60; set: first
+# due: HANG or STALLED; line: open_model, score_all; within: 60; set: first
 # Each worker of a pool fails in its initializer, the pool starts another, for ever (Pool hangs
 # when initializer raises).
 import multiprocessing

@@ -1,5 +1,5 @@
 # due: HANG:process or HANG:worker or HANG:ended or HANG:lock or STALLED:process or STALLED:lock;
-# line: tokenize, count_all, main; within: 60; runs: --with map | --with imap; set: first
+# line: tokenize, count_all; within: 60; runs: --with map | --with imap; set: first
 # The OOM killer takes one of a pool's workers; the pool starts another, and the lost task never
 # comes back.
 import argparse

@@ -1,5 +1,5 @@
 # due: HANG:process or HANG:ended or HANG:queue or HANG:pipe or STALLED:queue or STALLED:pipe;
-# line: train, main; within: 60; set: first
+# line: train; within: 60; set: first
 # The process that fills a queue crashed (segmentation fault in a decoder); the trainer waits in
 # get without a timeout.
 import ctypes

@@ -1,5 +1,5 @@
-# due: HANG:thread or HANG:event or HANG:lock or STALLED:event or STALLED:lock;
-# line: next_batch, main; within: 60; runs: --heartbeat no | --heartbeat yes; set: first
+# due: HANG:thread or HANG:event or HANG:lock or STALLED:event or STALLED:lock; line: next_batch;
+# within: 60; runs: --heartbeat no | --heartbeat yes; set: first
 # The prefetch thread died of an exception before it set its event; training waits for the event.
 import argparse
 import threading

@@ -1,4 +1,4 @@
-# due: STALLED:socket or HANG:socket; line: log_metrics, main; within: 60;
+# due: STALLED:socket or HANG:socket; line: log_metrics; within: 60;
 # runs: --side thread | --side process; set: first
 # A tracking server accepts the request and never answers; the client has no timeout (requests
 # without timeout=).

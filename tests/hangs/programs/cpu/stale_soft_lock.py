@@ -1,4 +1,4 @@
-# due: STALLED:polling or HANG:polling or STALLED:file lock; line: prepare, main; within: 60;
+# due: STALLED:polling or HANG:polling or STALLED:file lock; line: prepare, __enter__; within: 60;
 # runs: --poll 0.05 | --poll 1; set: first
 # An earlier job was killed and left its lock file; this one asks 20 times a second if it is gone
 # (soft locks on NFS).

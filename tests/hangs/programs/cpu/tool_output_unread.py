@@ -1,5 +1,5 @@
-# due: HANG:pipe or HANG:child or HANG:process or STALLED:pipe or STALLED:child;
-# line: convert, main; within: 60; set: first
+# due: HANG:pipe or HANG:child or HANG:process or STALLED:pipe or STALLED:child; line: convert;
+# within: 60; set: first
 # A converter writes more than a pipe holds; its output is read only after wait() (subprocess with
 # PIPE).
 import subprocess

@@ -1,0 +1,55 @@
+# due: healthy; quiet: 25; runs: --by lbfgs | --by accumulation; set: late
+# One step of an optimizer takes 25 s: LBFGS calls its closure again and again, or micro-batches
+# are accumulated.
+import argparse
+import os
+import time
+
+import torch
+
+SCALE = float(os.environ.get("HANGS_SCALE", 1))
+
+
+def lbfgs_step(model, inputs, seconds):
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), 1e-4, max_iter=10**9, max_eval=10**9, tolerance_grad=-1
+    )
+    end = time.monotonic() + seconds
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs).square().mean()
+        loss.backward()
+        if time.monotonic() > end:
+            raise TimeoutError
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except TimeoutError:
+        print("stopped in time", flush=True)
+
+
+def accumulated_step(model, inputs, seconds):
+    optimizer = torch.optim.AdamW(model.parameters())
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        (model(inputs) - inputs).square().mean().backward()
+    optimizer.step()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--by", choices=("lbfgs", "accumulation"), default="lbfgs")
+    args = parser.parse_args()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256)
+    )
+    step = {"lbfgs": lbfgs_step, "accumulation": accumulated_step}[args.by]
+    print("quiet", flush=True)
+    step(model, torch.randn(512, 256), 25 * SCALE)
+    print("over", flush=True)
+
+
+if __name__ == "__main__":
+    main()
