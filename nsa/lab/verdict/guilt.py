@@ -8,7 +8,7 @@ end, since it had given its part; and who called something else than its peers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from nsa.lab.verdict.flights import (
     Flights,
     Pair,
     Pending,
+    Row,
+    called_of,
     line_of,
     opened,
     pairs,
@@ -130,10 +132,13 @@ class _Job:
     def _behind(self, rank: int, call: Open) -> Iterable[Wait]:
         """Waits in the oldest open call of a rank for those who called it, and are not at it."""
         if isinstance(call, Pair):
-            ahead = self.front.get(call.peer, []) if call.peer is not None else []
-            meets = any(isinstance(p, Pair) and p.peer == rank and p.op != call.op for p in ahead)
-            if call.matched and ahead and not meets:
-                yield Wait(rank, call.peer, BEHIND, call)
+            if call.peer in self.front and call.matched:
+                ahead = [p for p in self.front[call.peer] if isinstance(p, Pair)]
+                meets = [p for p in ahead if p.peer == rank and p.op != call.op]
+                if not meets:
+                    yield Wait(rank, call.peer, BEHIND, call)
+                elif _began(call) and not any(map(_began, meets)):
+                    yield Wait(rank, call.peer, IDLE, call)
             return
         for peer in call.entries.keys() - {rank} - set(call.completed):
             if call not in self.front[peer]:
@@ -165,6 +170,11 @@ class _Job:
             self._signs[rank] = {_sign(call) for _, call in self.open.get(rank, ())}
         return self._signs[rank]
 
+    def went_on(self, rank: int, other: int) -> bool:
+        """A rank is stuck where another is, lacks no less, and called more."""
+        fronts = [{_sign(call) for call in self.front.get(one, ())} for one in (rank, other)]
+        return fronts[0] >= fronts[1] and self.signs(other) <= self.signs(rank)
+
     def lagging(self) -> dict[int, Blame]:
         """Those who called less than every peer in a call, and lack no end that these had seen.
 
@@ -177,7 +187,7 @@ class _Job:
             peers = [r for r in call.entries if r not in call.completed and r not in self.blamed]
             for rank in call.missing:
                 mine = self.signs(rank)
-                less = all(mine <= self.signs(r) and len(self.signs(r) - mine) > 2 for r in peers)
+                less = all(self.went_on(r, rank) and len(self.signs(r) - mine) > 2 for r in peers)
                 if peers and less and rank not in (self.world[0], self.world[-1]):
                     why = f"rank {rank} has not called {call_said(call)}, though it had seen as "
                     why += f"much end as {ranks_said(peers)}, which called more{_at(call)}"
@@ -191,11 +201,17 @@ class _Job:
         }
 
 
-def blame(flights: Flights, world: Iterable[int] = (), unread: Collection[int] = ()) -> Found:
+def blame(
+    flights: Flights,
+    world: Iterable[int] = (),
+    unread: Collection[int] = (),
+    moving: bool = False,
+) -> Found:
     """Who of a job's ranks is guilty of what is open in their Flight Recorders, and why.
 
     world: all ranks, where known. unread: ranks whose dumps are there and could not be read: these
-    are not blamed for their absence.
+    are not blamed for their absence. moving: the job still ran when its records were taken; then
+    nobody is blamed, since in every job that runs some rank is behind.
     """
     job = _Job(flights, world)
     guilty, suspects = dict(job.blamed), []
@@ -212,6 +228,8 @@ def blame(flights: Flights, world: Iterable[int] = (), unread: Collection[int] =
     for rank, one in job.lagging().items():
         guilty.setdefault(rank, one)
     in_order = tuple(guilty[rank] for rank in sorted(guilty))
+    if moving:
+        in_order, suspects = (), [*dict.fromkeys(one.why for one in in_order), *suspects]
     return Found(in_order, tuple(suspects), tuple(job.waits), tuple(job.calls), tuple(job.pairs))
 
 
@@ -264,7 +282,13 @@ def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
         why = f"rank {rank} has not called {half}, which waits for it{_at(call)} in {said}"
     else:
         why = f"rank {rank} has not called {said}, in which {there}"
-    return Blame(rank, "behind", why, call, waiting)
+    return Blame(rank, "behind", why + _last(job.flights[rank]), call, waiting)
+
+
+def _last(rows: Sequence[Row]) -> str:
+    """What a rank called last, where that is recorded."""
+    row = next((row for row in reversed(rows) if row.get("id") is not None), None)
+    return f"; the last that it called was {called_of(row)}" if row else ""
 
 
 def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
@@ -272,22 +296,26 @@ def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
 
     Who called less than a peer, and lacks the end of nothing that the peer had seen end, had no
     reason to wait. Else calls come in another order on some rank: on who waits face to face with
-    most of the others.
+    most, and of those with as many, on who is waited for by most.
     """
     inside = [wait for wait in job.waits if {wait.rank, wait.peer} <= end]
     less: dict[int, list[Wait]] = {}
     for wait in inside:
-        if wait.how == MISSING and job.signs(wait.peer) <= job.signs(wait.rank):
+        if wait.how == MISSING and job.went_on(wait.rank, wait.peer):
             less.setdefault(wait.peer, []).append(wait)
     if less:
         return [_blame(job, rank, mine) for rank, mine in less.items()]
     faces = {r: {p for p in job.next[r] & end if r in job.next[p]} for r in end}
-    most = max(len(faces[rank]) for rank in end)
-    if not most:
+    score = {
+        rank: (len(faces[rank]), len({wait.rank for wait in job.waits if wait.peer == rank}))
+        for rank in sorted(end)
+        if faces[rank]
+    }
+    if not score:
         told = f"{ranks_said(sorted(end))} wait for each other in a round"
         return [told + ", and none of them is known to have begun it"]
     found: list[Blame | str] = []
-    for rank in sorted(r for r in end if len(faces[r]) == most):
+    for rank in (r for r in score if score[r] == max(score.values())):
         own = job.front[rank][0] if job.front.get(rank) else None
         wait = min((w for w in inside if w.peer == rank and w.rank in faces[rank]), key=_made)
         there = ranks_said(sorted(faces[rank]))
@@ -308,6 +336,10 @@ def _front(mine: list[tuple[int, Open]]) -> list[Open]:
         for _, call in mine
         if isinstance(call, Pair) and (call.group, call.number) == (first.group, first.number)
     ]
+
+
+def _began(pair: Pair) -> bool:
+    return pair.row.get("state") == "started"
 
 
 def _order(one: tuple[int, Open]) -> int:
