@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nsa.lab.verdict.flights import Pair, Pending, ranks_said
-from nsa.lab.verdict.guilt import Blame, Found, Wait, group_said, line_said
+from nsa.lab.verdict.flights import Pair, Pending, group_said, line_said, ranks_said
+from nsa.lab.verdict.guilt import Blame, Found, Wait
 from nsa.lab.watch.dumps import Dumps
 
 ROWS = 12  # of the table

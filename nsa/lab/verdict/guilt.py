@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa.lab.verdict.flights import (
-    DEFAULT,
     Flights,
     Pair,
     Pending,
     Row,
+    call_said,
     called_of,
-    line_of,
+    group_said,
+    line_said,
     opened,
     pairs,
     ranks_said,
@@ -108,7 +109,9 @@ class _Job:
         for call in self.calls:
             if not call.completed or call.op in _ONE_SIDED:
                 continue
-            for rank in call.entries.keys() - set(call.completed):
+            still = [rank for rank in call.entries if rank not in call.completed]
+            before = [rank for rank in still if call not in self.front[rank]]
+            for rank in before or still:  # who is at it waits for those who are not
                 why = (
                     f"rank {rank} gave its part to {call_said(call)}, and {_ended(call)}: its own "
                     f"device never reported that{_at(call)}"
@@ -296,7 +299,7 @@ def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
 
     Who called less than a peer, and lacks the end of nothing that the peer had seen end, had no
     reason to wait. Else calls come in another order on some rank: on who waits face to face with
-    most, and of those with as many, on who is waited for by most.
+    most, and of those with as many, on for whom most wait in that call.
     """
     inside = [wait for wait in job.waits if {wait.rank, wait.peer} <= end]
     less: dict[int, list[Wait]] = {}
@@ -306,11 +309,11 @@ def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
     if less:
         return [_blame(job, rank, mine) for rank, mine in less.items()]
     faces = {r: {p for p in job.next[r] & end if r in job.next[p]} for r in end}
-    score = {
-        rank: (len(faces[rank]), len({wait.rank for wait in job.waits if wait.peer == rank}))
-        for rank in sorted(end)
-        if faces[rank]
-    }
+    score = {}
+    for rank in (r for r in sorted(end) if faces[r]):
+        calls = [w.call for w in inside if w.peer == rank and w.rank in faces[rank]]
+        there = {w.rank for w in job.waits if w.peer == rank and w.call in calls}
+        score[rank] = len(faces[rank]), len(there)
     if not score:
         told = f"{ranks_said(sorted(end))} wait for each other in a round"
         return [told + ", and none of them is known to have begun it"]
@@ -369,28 +372,6 @@ def _made(wait: Wait) -> int:
 def _ended(call: Pending) -> str:
     others = call.completed
     return f"{ranks_said(others)} saw it end" if len(others) > 1 else f"rank {others[0]} saw it end"
-
-
-def group_said(call: Open) -> str:
-    """ "TENSOR_MODEL_PARALLEL_GROUP (40)", "all ranks", "group 5"."""
-    desc = str(call.row.get("desc") or "") if isinstance(call, Pair) else call.desc
-    if call.group in DEFAULT:
-        return "all ranks"
-    return f"group {call.group}" if desc in ("", "undefined") else f"{desc} ({call.group})"
-
-
-def call_said(call: Open) -> str:
-    """ "all_reduce number 61 of all ranks", "recv from rank 3, number 9 of group 5"."""
-    if isinstance(call, Pair):
-        to = "to" if call.op == "send" else "from"
-        return f"{call.op} {to} rank {call.peer}, number {call.number} of {group_said(call)}"
-    return f"{call.op} number {call.number} of {group_said(call)}"
-
-
-def line_said(call: Open) -> str:
-    """The line of the program that made the call on some rank; "" where none is recorded."""
-    rows = [call.row] if isinstance(call, Pair) else call.entries.values()
-    return next(filter(None, map(line_of, rows)), "")
 
 
 def _at(call: Open) -> str:

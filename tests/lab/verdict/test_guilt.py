@@ -281,6 +281,15 @@ def test_a_dump_that_cannot_be_read_is_no_absence():
     assert not found.guilty and "rank 2's dump cannot be read" in found.suspects[0]
 
 
+def test_who_waits_for_a_failed_device_in_the_call_that_others_saw_end_is_innocent():
+    flights = {
+        0: [call(3), call(4)],  # its device had failed before
+        1: [call(3, state="completed"), call(4)],
+        2: [call(3, state="completed"), call(4, state="completed")],
+    }
+    assert named(blame(flights)) == {0}
+
+
 def test_the_root_of_a_broadcast_may_see_the_end_before_the_others():
     flights = {0: [call(4, op="nccl:broadcast", state="completed")]}
     flights |= {rank: [call(4, op="nccl:broadcast")] for rank in (1, 2)}
