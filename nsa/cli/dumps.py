@@ -17,15 +17,15 @@ def add(commands) -> None:
 
 def dumps(arguments) -> int:
     """Read the Flight Recorder dumps that a job left, and name the ranks that held it up: behind,
-    absent, in another call, or with a device that never reported an end. Exit code 1 if a call
-    stands, 0 if none does, 2 if nothing can be read."""
+    absent, in another call, or with a device that never reported an end. Exit code 1 if something
+    stands, 0 if nothing does, 2 if nothing can be read."""
     from nsa.lab.verdict import gone
     from nsa.lab.verdict.guilt import blame
     from nsa.lab.watch.dumps import read
 
     folder = Path(arguments.folder)
     told = read(folder)
-    found = blame(told.flights, told.world, told.unread)
+    found = blame(told.flights, told.world, told.unread, told.moving)
     if arguments.json:
         files = {str(rank): str(file) for rank, file in sorted(told.files.items())}
         refused = {str(file): why for file, why in told.refused.items()}
@@ -33,5 +33,5 @@ def dumps(arguments) -> int:
         print(json.dumps({**gone.to_dict(found), "files": files, "refused": refused,
                           "absent": absent, "notes": told.notes}, indent=2))  # fmt: skip
     else:
-        print(gone.page(found, told.flights, told.said()), end="")
-    return FAILED if found.guilty or found.suspects else GOOD
+        print(gone.page(found, told), end="")
+    return FAILED if found.guilty or (found.suspects and not told.moving) else GOOD

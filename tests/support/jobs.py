@@ -1,7 +1,8 @@
 """Simulated jobs of several groups, with a fault, and the Flight Recorder dumps that they leave.
 
 A rank's host calls ahead of its device, and waits for it at every "sync"; a device ends its calls
-in their order, a collective when all members' devices are at it. A job runs until nothing moves.
+in their order, a collective when all members' devices are at it. With `loose`, sends and gradients'
+collectives are waited for by later calls of their group alone. A job runs until nothing moves.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class Call:
     made: int = 0
     id: int = 0
     state: str = "scheduled"
+    ended: bool = False  # on the device, though that may not be reported
+
+    def line(self) -> tuple:
+        return self.group.name, self.op, self.peer
 
 
 @dataclass
@@ -42,7 +47,6 @@ class Rank:
     program: list[Call]
     at: int = 0  # the host's place in its program
     calls: list[Call] = field(default_factory=list)
-    done: int = 0  # calls that its device has ended
     seqs: dict[tuple[str, bool], int] = field(default_factory=dict)
     stops_at: int | None = None  # the host makes no call from this place on
     breaks_at: int | None = None  # its device never reports an end from this call on
@@ -50,12 +54,42 @@ class Rank:
     sleeps_at: int | None = None  # its device never begins this call
     dies_at: int | None = None  # all of it ends here, and it leaves no dump
 
+    def struck(self) -> bool:
+        """It came to its fault; who was stuck before that is a victim like others."""
+        host = [place for place in (self.stops_at, self.dies_at) if place is not None]
+        device = [place for place in (self.breaks_at, self.sleeps_at) if place is not None]
+        ended = next((n for n, call in enumerate(self.calls) if not call.ended), len(self.calls))
+        came = [self.at >= place for place in host] + [ended >= place for place in device]
+        return any(came) or not came or any(call.state == "given" for call in self.calls)
+
+    def waits(self) -> int:
+        """Calls whose end its host has not seen."""
+        return sum(call.state != "completed" for call in self.calls)
+
+    def fronts(self, loose: bool) -> list[Call]:
+        """The calls that its device is in."""
+        if self.dies_at is not None and self.at >= self.dies_at:
+            return []
+        ends = [n for n in (self.sleeps_at, self.breaks_at and self.breaks_at + self.gives) if n]
+        found, lines = [], set()
+        for call in self.calls[: min(ends, default=None)]:
+            if call.ended:
+                continue
+            if call.line() not in lines:
+                found.append(call)
+            lines.add(call.line())
+            if not (loose and (call.op == "send" or call.group.desc == "DATA")):
+                break
+        return found
+
 
 class Job:
     """A random layout of tensor, pipeline and data parallel ranks, and their programs."""
 
-    def __init__(self, seed: int, steps: int = 3) -> None:
-        self.random = random.Random(seed)
+    ring, batched = 2000, False  # rows that a recorder keeps; sends and receives are made as one
+
+    def __init__(self, seed: int, steps: int = 3, loose: bool = False) -> None:
+        self.random, self.loose = random.Random(seed), loose
         sizes = [(2, 2, 2), (2, 4, 2), (1, 1, 4), (1, 1, 8), (4, 1, 2), (1, 4, 2), (2, 1, 1)]
         self.tp, self.pp, self.dp = self.random.choice(sizes)
         self.world = self.tp * self.pp * self.dp
@@ -127,11 +161,12 @@ class Job:
             ]
         return program
 
-    def run(self) -> None:
-        """Until nothing moves."""
+    def run(self, turns: int | None = None) -> None:
+        """Until nothing moves, or for so many turns."""
         ranks = list(range(self.world))
         moved = True
-        while moved:
+        while moved and turns != 0:
+            turns = None if turns is None else turns - 1
             self.random.shuffle(ranks)
             moved = False
             for rank in ranks:
@@ -139,11 +174,14 @@ class Job:
                     moved |= self._host(self.ranks[rank])
                 moved |= self._device(rank)
 
+    def finished(self) -> bool:
+        """Every rank has made all of its calls, and seen their ends."""
+        return all(rank.at == len(rank.program) and not rank.waits() for rank in self.ranks)
+
     def _host(self, rank: Rank) -> bool:
         if rank.at >= len(rank.program) or rank.at in (rank.stops_at, rank.dies_at):
             return False
-        ended = rank.done if rank.breaks_at is None else min(rank.done, rank.breaks_at)
-        call, waits = rank.program[rank.at], len(rank.calls) - ended
+        call, waits = rank.program[rank.at], rank.waits()
         if waits and (call.op == "sync" or waits >= AHEAD):
             return False
         rank.at += 1
@@ -159,61 +197,46 @@ class Job:
         rank.calls.append(call)
         return True
 
-    def _front(self, rank: int) -> Call | None:
-        """The call that its device is in; also where that will never be reported."""
-        mine = self.ranks[rank]
-        stopped = mine.sleeps_at is not None and mine.done >= mine.sleeps_at
-        dead = mine.dies_at is not None and mine.at >= mine.dies_at
-        broken = mine.breaks_at is not None and mine.done >= mine.breaks_at + mine.gives
-        gone = stopped or dead or broken or mine.done >= len(mine.calls)
-        return None if gone else mine.calls[mine.done]
-
     def _device(self, rank: int) -> bool:
-        call = self._front(rank)
-        if call is None:
-            return False
-        others = [call.peer] if call.peer is not None else call.group.ranks
-        fronts = {other: self._front(other) for other in {rank, *others}}
-        call.state = "started"
-        if not all(
-            front and self._meets(call, rank, other, front) for other, front in fronts.items()
-        ):
-            return False
-        for other, front in fronts.items():
-            mine = self.ranks[other]
-            broken = mine.breaks_at is not None and mine.done >= mine.breaks_at
-            front.state = "given" if broken else "completed"
-            mine.done += 1
-        return True
+        moved = False
+        for call in self.ranks[rank].fronts(self.loose):
+            others = {call.peer} if call.peer is not None else {*call.group.ranks} - {rank}
+            call.state = "started"
+            met = {other: self._met(call, rank, other) for other in others}
+            if all(met.values()):
+                for one, its in {**met, rank: call}.items():
+                    mine = self.ranks[one]
+                    broken = mine.breaks_at is not None and its.id >= mine.breaks_at
+                    its.state, its.ended, moved = "given" if broken else "completed", True, True
+        return moved
+
+    def _met(self, call: Call, rank: int, other: int) -> Call | None:
+        """The other's call that it is in and that ends with this one."""
+        fronts = self.ranks[other].fronts(self.loose)
+        return next((front for front in fronts if self._meets(call, rank, front)), None)
 
     @staticmethod
-    def _meets(call: Call, rank: int, other: int, front: Call) -> bool:
-        if other == rank:
-            return True
+    def _meets(call: Call, rank: int, front: Call) -> bool:
+        if front.group is not call.group or front.size != call.size:
+            return False
         if call.peer is not None:
-            return front.peer == rank and front.group is call.group and front.op != call.op
-        same = (front.group, front.seq, front.op, front.size) == (
-            call.group,
-            call.seq,
-            call.op,
-            call.size,
-        )
-        return same and front.peer is None
+            return front.peer == rank and front.op != call.op
+        return (front.seq, front.op, front.peer) == (call.seq, call.op, None)
 
-    def dump(self, folder, active: bool, timed: bool, ring: int = 2000, nodes: int = 1) -> None:
+    def dump(self, folder, active: bool, timed: bool, nodes: int = 1) -> None:
         """One file a rank, those of each node in a folder of its own."""
         for rank, mine in enumerate(self.ranks):
             if mine.dies_at is not None and mine.at >= mine.dies_at:
                 continue
             place = folder / f"node{rank * nodes // self.world}" if nodes > 1 else folder
             place.mkdir(exist_ok=True, parents=True)
-            dumped = self._dumped(rank, active, timed, ring)
+            dumped = self._dumped(rank, active, timed)
             if rank % 5 == 4:
                 (place / f"nccl_trace_rank_{rank}").write_text(json.dumps(dumped))
             else:
                 (place / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dumped))
 
-    def _dumped(self, rank: int, active: bool, timed: bool, ring: int) -> dict:
+    def _dumped(self, rank: int, active: bool, timed: bool) -> dict:
         mine = self.ranks[rank]
         own = [group for group in self._all() if rank in group.ranks]
         local = {group.name: number for number, group in enumerate(own)}
@@ -227,10 +250,18 @@ class Job:
                 "last_started_collective": -1,
                 "last_completed_collective": max(ended, default=last - len(calls)),
             }
-        kept = mine.calls[-ring:]
+        kept = mine.calls[-self.ring :]
         kept = [call for call in kept if not (active and call.state == "completed")]
         config = {g.name: {"name": g.name, "desc": g.desc, "ranks": str(g.ranks)} for g in own}
-        entries = [self._entry(rank, call, local, timed) for call in kept]
+        entries: list[dict] = []
+        for call in kept:
+            entry = self._entry(rank, call, local, timed)
+            if self.batched and call.peer is not None:
+                told = {"state": "scheduled", "retired": False, "record_id": 2 * call.id}
+                entries.append({**entry, **told})
+                whole = {"profiling_name": "nccl:coalesced", "input_sizes": [], "input_dtypes": []}
+                entry |= {**whole, "output_sizes": [], "output_dtypes": []}
+            entries.append({**entry, "record_id": 2 * call.id + 1})
         return {"version": "2.9", "pg_config": config, "pg_status": status, "entries": entries}
 
     def _entry(self, rank: int, call: Call, local: dict[str, int], timed: bool) -> dict:

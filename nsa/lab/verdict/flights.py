@@ -302,6 +302,28 @@ def called_of(row: Row) -> str:
     return f"{_name(row)} of {sizes or 'nothing'}{f' at {line}' if line else ''}"
 
 
+def group_said(call: Pending | Pair) -> str:
+    """ "TENSOR_MODEL_PARALLEL_GROUP (40)", "all ranks", "group 5"."""
+    desc = str(call.row.get("desc") or "") if isinstance(call, Pair) else call.desc
+    if call.group in DEFAULT:
+        return "all ranks"
+    return f"group {call.group}" if desc in ("", "undefined") else f"{desc} ({call.group})"
+
+
+def call_said(call: Pending | Pair) -> str:
+    """ "all_reduce number 61 of all ranks", "recv from rank 3, number 9 of group 5"."""
+    if isinstance(call, Pair):
+        to = "to" if call.op == "send" else "from"
+        return f"{call.op} {to} rank {call.peer}, number {call.number} of {group_said(call)}"
+    return f"{call.op} number {call.number} of {group_said(call)}"
+
+
+def line_said(call: Pending | Pair) -> str:
+    """The line of the program that made the call on some rank; "" where none is recorded."""
+    rows = [call.row] if isinstance(call, Pair) else call.entries.values()
+    return next(filter(None, map(line_of, rows)), "")
+
+
 def _peer(rank: int, row: Row, told: re.Match[str]) -> int | None:
     """The other rank of a send or a receive, whose name counts within the group."""
     if told[3] is None:

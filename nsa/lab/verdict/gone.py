@@ -5,39 +5,46 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nsa.lab.verdict.flights import Pair, Pending, ranks_said
-from nsa.lab.verdict.guilt import Blame, Found, Wait, group_said, line_said
+from nsa.lab.verdict.flights import Pair, Pending, group_said, line_said, ranks_said
+from nsa.lab.verdict.guilt import Blame, Found, Wait
+from nsa.lab.watch.dumps import Dumps
 
-ROWS = 30  # of the table
+ROWS = 12  # of the table
+LINES = 20  # of who waits for whom
 
 
-def headline(found: Found, read: Iterable[int]) -> str:
+def headline(found: Found, dumps: Dumps) -> str:
     """Who holds whom up, or that nothing stands."""
     ranks = [blame.rank for blame in found.guilty]
+    read = f"{len(dumps.flights)} dump{'s' * (len(dumps.flights) > 1)} that could be read"
     if ranks:
-        others = len({*read} - {*ranks})
-        return f"{ranks_said(ranks)} {_s('hold', ranks)} up the {others} others that left dumps"
+        others = len(dumps.world) - len(ranks)
+        return f"{ranks_said(ranks)} {_s('hold', ranks)} up the other {others} of this job"
+    if dumps.moving and (found.calls or found.pairs):
+        return "the job still moved when this was recorded: calls are open, and nobody is blamed"
     if found.suspects:
         return "calls are open, and no rank can be named that holds them up"
     if found.calls or found.pairs:
         return "calls are open, and nobody is seen to wait for another"
-    return "nothing stands: every recorded call is over"
+    return f"nothing stands: every call in the {read} is over"
 
 
-def page(found: Found, read: Iterable[int], notes: Iterable[str] = ()) -> str:
-    """Plain words, at most 100 lines for any number of ranks."""
-    lines = [headline(found, read), *dict.fromkeys(blame.why for blame in found.guilty)]
+def page(found: Found, dumps: Dumps) -> str:
+    """Plain words; a few dozen lines for any number of ranks."""
+    lines = [headline(found, dumps), *dict.fromkeys(blame.why for blame in found.guilty)]
     lines += found.suspects
-    if spread := _spread(found):
-        lines += ["", "Who waits for whom", *(f"  {line}" for line in spread)]
+    spread = _spread(found)
+    if spread:
+        lines += ["", "Who waits for whom", *(f"  {line}" for line in spread[:LINES])]
+    lines += [f"  and {len(spread) - LINES} more lines"] if len(spread) > LINES else []
     table = groups(found)
     if table:
-        heads = ["group", "of ranks", "oldest open", "called by", "not by", "over for", "line"]
+        heads = list(table[0])
         cells = [heads, *([str(row[head]) for head in heads] for row in table[:ROWS])]
         lines += ["", "Groups with calls that are open", *_columns(cells)]
         lines += [f"  and {len(table) - ROWS} more groups"] if len(table) > ROWS else []
-    told = list(notes)
-    lines += ["", "What to know of the dumps", *(f"  - {note}" for note in told)] if told else []
+    told = dumps.said()
+    lines += ["", "The dumps", *(f"  {note}" for note in told)] if told else []
     return "\n".join(lines) + "\n"
 
 
@@ -105,7 +112,7 @@ def _spread(found: Found) -> list[str]:
         if not new:
             break
         reached |= new
-    return lines[:ROWS]
+    return lines
 
 
 def _s(verb: str, ranks: Iterable[int]) -> str:

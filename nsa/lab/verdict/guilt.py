@@ -8,16 +8,19 @@ end, since it had given its part; and who called something else than its peers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nsa.lab.verdict.flights import (
-    DEFAULT,
     Flights,
     Pair,
     Pending,
-    line_of,
+    Row,
+    call_said,
+    called_of,
+    group_said,
+    line_said,
     opened,
     pairs,
     ranks_said,
@@ -106,7 +109,9 @@ class _Job:
         for call in self.calls:
             if not call.completed or call.op in _ONE_SIDED:
                 continue
-            for rank in call.entries.keys() - set(call.completed):
+            still = [rank for rank in call.entries if rank not in call.completed]
+            before = [rank for rank in still if call not in self.front[rank]]
+            for rank in before or still:  # who is at it waits for those who are not
                 why = (
                     f"rank {rank} gave its part to {call_said(call)}, and {_ended(call)}: its own "
                     f"device never reported that{_at(call)}"
@@ -130,10 +135,13 @@ class _Job:
     def _behind(self, rank: int, call: Open) -> Iterable[Wait]:
         """Waits in the oldest open call of a rank for those who called it, and are not at it."""
         if isinstance(call, Pair):
-            ahead = self.front.get(call.peer, []) if call.peer is not None else []
-            meets = any(isinstance(p, Pair) and p.peer == rank and p.op != call.op for p in ahead)
-            if call.matched and ahead and not meets:
-                yield Wait(rank, call.peer, BEHIND, call)
+            if call.peer in self.front and call.matched:
+                ahead = [p for p in self.front[call.peer] if isinstance(p, Pair)]
+                meets = [p for p in ahead if p.peer == rank and p.op != call.op]
+                if not meets:
+                    yield Wait(rank, call.peer, BEHIND, call)
+                elif _began(call) and not any(map(_began, meets)):
+                    yield Wait(rank, call.peer, IDLE, call)
             return
         for peer in call.entries.keys() - {rank} - set(call.completed):
             if call not in self.front[peer]:
@@ -165,6 +173,11 @@ class _Job:
             self._signs[rank] = {_sign(call) for _, call in self.open.get(rank, ())}
         return self._signs[rank]
 
+    def went_on(self, rank: int, other: int) -> bool:
+        """A rank is stuck where another is, lacks no less, and called more."""
+        fronts = [{_sign(call) for call in self.front.get(one, ())} for one in (rank, other)]
+        return fronts[0] >= fronts[1] and self.signs(other) <= self.signs(rank)
+
     def lagging(self) -> dict[int, Blame]:
         """Those who called less than every peer in a call, and lack no end that these had seen.
 
@@ -177,7 +190,7 @@ class _Job:
             peers = [r for r in call.entries if r not in call.completed and r not in self.blamed]
             for rank in call.missing:
                 mine = self.signs(rank)
-                less = all(mine <= self.signs(r) and len(self.signs(r) - mine) > 2 for r in peers)
+                less = all(self.went_on(r, rank) and len(self.signs(r) - mine) > 2 for r in peers)
                 if peers and less and rank not in (self.world[0], self.world[-1]):
                     why = f"rank {rank} has not called {call_said(call)}, though it had seen as "
                     why += f"much end as {ranks_said(peers)}, which called more{_at(call)}"
@@ -191,11 +204,17 @@ class _Job:
         }
 
 
-def blame(flights: Flights, world: Iterable[int] = (), unread: Collection[int] = ()) -> Found:
+def blame(
+    flights: Flights,
+    world: Iterable[int] = (),
+    unread: Collection[int] = (),
+    moving: bool = False,
+) -> Found:
     """Who of a job's ranks is guilty of what is open in their Flight Recorders, and why.
 
     world: all ranks, where known. unread: ranks whose dumps are there and could not be read: these
-    are not blamed for their absence.
+    are not blamed for their absence. moving: the job still ran when its records were taken; then
+    nobody is blamed, since in every job that runs some rank is behind.
     """
     job = _Job(flights, world)
     guilty, suspects = dict(job.blamed), []
@@ -212,6 +231,8 @@ def blame(flights: Flights, world: Iterable[int] = (), unread: Collection[int] =
     for rank, one in job.lagging().items():
         guilty.setdefault(rank, one)
     in_order = tuple(guilty[rank] for rank in sorted(guilty))
+    if moving:
+        in_order, suspects = (), [*dict.fromkeys(one.why for one in in_order), *suspects]
     return Found(in_order, tuple(suspects), tuple(job.waits), tuple(job.calls), tuple(job.pairs))
 
 
@@ -264,7 +285,13 @@ def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
         why = f"rank {rank} has not called {half}, which waits for it{_at(call)} in {said}"
     else:
         why = f"rank {rank} has not called {said}, in which {there}"
-    return Blame(rank, "behind", why, call, waiting)
+    return Blame(rank, "behind", why + _last(job.flights[rank]), call, waiting)
+
+
+def _last(rows: Sequence[Row]) -> str:
+    """What a rank called last, where that is recorded."""
+    row = next((row for row in reversed(rows) if row.get("id") is not None), None)
+    return f"; the last that it called was {called_of(row)}" if row else ""
 
 
 def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
@@ -272,22 +299,26 @@ def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
 
     Who called less than a peer, and lacks the end of nothing that the peer had seen end, had no
     reason to wait. Else calls come in another order on some rank: on who waits face to face with
-    most of the others.
+    most, and of those with as many, on for whom most wait in that call.
     """
     inside = [wait for wait in job.waits if {wait.rank, wait.peer} <= end]
     less: dict[int, list[Wait]] = {}
     for wait in inside:
-        if wait.how == MISSING and job.signs(wait.peer) <= job.signs(wait.rank):
+        if wait.how == MISSING and job.went_on(wait.rank, wait.peer):
             less.setdefault(wait.peer, []).append(wait)
     if less:
         return [_blame(job, rank, mine) for rank, mine in less.items()]
     faces = {r: {p for p in job.next[r] & end if r in job.next[p]} for r in end}
-    most = max(len(faces[rank]) for rank in end)
-    if not most:
+    score = {}
+    for rank in (r for r in sorted(end) if faces[r]):
+        calls = [w.call for w in inside if w.peer == rank and w.rank in faces[rank]]
+        there = {w.rank for w in job.waits if w.peer == rank and w.call in calls}
+        score[rank] = len(faces[rank]), len(there)
+    if not score:
         told = f"{ranks_said(sorted(end))} wait for each other in a round"
         return [told + ", and none of them is known to have begun it"]
     found: list[Blame | str] = []
-    for rank in sorted(r for r in end if len(faces[r]) == most):
+    for rank in (r for r in score if score[r] == max(score.values())):
         own = job.front[rank][0] if job.front.get(rank) else None
         wait = min((w for w in inside if w.peer == rank and w.rank in faces[rank]), key=_made)
         there = ranks_said(sorted(faces[rank]))
@@ -308,6 +339,10 @@ def _front(mine: list[tuple[int, Open]]) -> list[Open]:
         for _, call in mine
         if isinstance(call, Pair) and (call.group, call.number) == (first.group, first.number)
     ]
+
+
+def _began(pair: Pair) -> bool:
+    return pair.row.get("state") == "started"
 
 
 def _order(one: tuple[int, Open]) -> int:
@@ -337,28 +372,6 @@ def _made(wait: Wait) -> int:
 def _ended(call: Pending) -> str:
     others = call.completed
     return f"{ranks_said(others)} saw it end" if len(others) > 1 else f"rank {others[0]} saw it end"
-
-
-def group_said(call: Open) -> str:
-    """ "TENSOR_MODEL_PARALLEL_GROUP (40)", "all ranks", "group 5"."""
-    desc = str(call.row.get("desc") or "") if isinstance(call, Pair) else call.desc
-    if call.group in DEFAULT:
-        return "all ranks"
-    return f"group {call.group}" if desc in ("", "undefined") else f"{desc} ({call.group})"
-
-
-def call_said(call: Open) -> str:
-    """ "all_reduce number 61 of all ranks", "recv from rank 3, number 9 of group 5"."""
-    if isinstance(call, Pair):
-        to = "to" if call.op == "send" else "from"
-        return f"{call.op} {to} rank {call.peer}, number {call.number} of {group_said(call)}"
-    return f"{call.op} number {call.number} of {group_said(call)}"
-
-
-def line_said(call: Open) -> str:
-    """The line of the program that made the call on some rank; "" where none is recorded."""
-    rows = [call.row] if isinstance(call, Pair) else call.entries.values()
-    return next(filter(None, map(line_of, rows)), "")
 
 
 def _at(call: Open) -> str:

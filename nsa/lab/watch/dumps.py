@@ -7,7 +7,7 @@ torch writes one file a rank, pickled or JSON, when a collective times out: `_du
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from nsa.lab.watch import flight_recorder
 
 Rows = list[dict[str, Any]]
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle|bin|dump|trace))?$")
-SOON_S = 5.0
+SOON_S, STILL_S = 5.0, 0.5  # torch needs about a second to notice an error and to write
 KNOWN = "1", "2"  # of a version what stands before the dot
 
 
@@ -29,6 +29,7 @@ class Dumps:
     world: tuple[int, ...] = ()  # all ranks of the job, as far as dumps tell
     refused: dict[Path, str] = field(default_factory=dict)  # why it could not be read
     unread: tuple[int, ...] = ()  # ranks whose only file was refused
+    moving: bool = False  # the job ran on until the moment that they were written
     notes: list[str] = field(default_factory=list)
 
     def said(self) -> list[str]:
@@ -76,13 +77,10 @@ def read(folder: Path) -> Dumps:
             found.notes.append(
                 f"rank {rank}'s dump is of version {version}, and read as one of 2.x"
             )
-    last = max(
-        (row["created_ns"] or 0 for rows in found.flights.values() for row in rows), default=0
-    )
-    after_s = min(file.stat().st_mtime for file in found.files.values()) - last / 1e9
+    after_s = min(file.stat().st_mtime for file in found.files.values()) - _last_s(held.values())
+    found.moving = 0 <= after_s < STILL_S
     if 0 <= after_s < SOON_S:
-        text = f"{after_s:.1f} s after the last call: a job that still ran looks alike"
-        found.notes.append(f"the first dump was written {text}")
+        found.notes.append(f"the first dump was written {after_s:.1f} s after the last call")
     _drained(found.flights, {rank: dumped for rank, (_, dumped) in held.items()})
     return found
 
@@ -105,6 +103,13 @@ def _of(row: Mapping[str, Any]) -> Sequence[int]:
     return row.get("ranks") or ()
 
 
+def _last_s(held: Iterable[tuple[Rows, Mapping[str, Any]]]) -> float:
+    """The time of day at which anything was recorded last."""
+    times = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
+    entries = [entry for _, dumped in held for entry in dumped.get("entries") or ()]
+    return max((entry.get(name) or 0 for entry in entries for name in times), default=0) / 1e9
+
+
 def _newer(one: tuple[Path, Rows], other: tuple[Path, Rows]) -> bool:
     """By the last call in it, since copies lose a file's own time; by that where it has none."""
     last = [max((row["created_ns"] or 0 for row in rows), default=0) for _, rows in (one, other)]
@@ -123,13 +128,16 @@ def _drained(flights: dict[int, Rows], dumps: Mapping[int, Mapping[str, Any]]) -
     """
     first: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     mixed = {row["group"] for rows in flights.values() for row in rows if row["p2p"]}
-    for rows in flights.values():
-        mine: dict[str, list[dict[str, Any]]] = {}
+    for rank, rows in flights.items():
+        keys = {str(e["process_group"][0]): e.get("pg_id") for e in dumps[rank].get("entries", ())}
+        mine: dict[str, Rows] = {}
         for row in rows:
-            if row["seq"] is not None and not row["p2p"] and row.get("ranks"):
+            if row["seq"] is not None and row.get("ranks") and row["group"] not in mixed:
                 mine.setdefault(row["group"], []).append(row)
         for group, calls in mine.items():
-            if group not in mixed and calls[0]["state"] != "completed":
+            status = dumps[rank].get("pg_status", {}).get(str(keys[group]), {})
+            # else its recorder has dropped the oldest that are open
+            if status.get("last_completed_collective") == calls[0]["seq"] - 1:
                 first.setdefault(group, []).append((calls[0]["seq"], calls[-1]))
     for rank, rows in flights.items():
         used = {str(entry.get("pg_id")) for entry in dumps[rank].get("entries") or ()}
