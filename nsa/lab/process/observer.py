@@ -15,7 +15,7 @@ from typing import Any
 
 from nsa.lab.process import child, procfs
 from nsa.lab.verdict import Verdict, judge
-from nsa.lab.verdict.activity import LOOKS, TICK_S, WORKS
+from nsa.lab.verdict.activity import LOOKS, MUCH, TICK_S
 from nsa.lab.verdict.headline import headline
 from nsa.lab.verdict.rests import WAIT_S
 from nsa.lab.watch import devices, kernel, looks, progress
@@ -37,7 +37,7 @@ FRESH_S = 1.0  # whoever moved so recently moves
 ANSWER_S = 1.5  # for a process to say what only it knows
 KEPT, KEPT_LOOKS = 4000, 12
 SAID = ("flight", "memory", "locks")  # what a process writes when it is asked
-MOVED_BYTES = 4096  # by a family that counts nothing: fewer are no work
+MOVED_BYTES = 4096  # a second, by a family that counts nothing: fewer are no work
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Observer:
         self.use = use  # of the GPUs: `use.percent`, None where nobody asks
         self._ranks, self._cookie, self._tell = ranks, cookie, tell
         self._works = works
-        self._worked: dict[int, tuple[P, Sample, int]] = {}  # rank: P, when it worked last, its pid
+        self._worked: dict[int, tuple[Any, ...]] = {}  # rank: P, when it worked last, its pid, ...
         self._start = time.monotonic()
         self._next = self._next_family = 0.0
         self._live: dict[int, Counted] = {}
@@ -139,14 +139,20 @@ class Observer:
             self.evidence.samples = thinned(samples[: KEPT // 2]) + samples[KEPT // 2 :]
 
     def _from_outside(self, now: Sample, pid: int) -> P:
-        """Of a rank that counts nothing: one event more whenever its family has worked."""
-        p, last, was = self._worked.get(now.rank, (P(phase=OUTSIDE), now, pid))
-        used = max(now.cpu_s - last.cpu_s, now.family_cpu_s - last.family_cpu_s)
-        worked = used >= max(2.5 * TICK_S, WORKS * (now.t - last.t)) or used < 0
-        worked |= abs(now.io_bytes - last.io_bytes) >= MOVED_BYTES or was != pid
-        if self._works and worked:
-            p, last = replace(p, events=p.events + 1), now
-        self._worked[now.rank] = p, last, pid
+        """Counts an event more of a rank that counts nothing, whenever it is seen to work.
+
+        Its main thread, or other processes of its family: a heartbeat beside them is no work.
+        """
+        main_s = procfs.main_cpu_s(pid)
+        others_s = max(0.0, now.family_cpu_s - now.cpu_s)
+        worked = (main_s, others_s, now.io_bytes)
+        p, since, was, before = self._worked.get(now.rank, (P(phase=OUTSIDE), now.t, pid, worked))
+        used = max(worked[0] - before[0], worked[1] - before[1])
+        moved = abs(worked[2] - before[2]) >= MOVED_BYTES * max(1.0, now.t - since)
+        if used >= max(2.5 * TICK_S, MUCH * (now.t - since)) or used < 0 or moved or was != pid:
+            p = replace(p, events=p.events + self._works)
+            since, before = now.t, worked
+        self._worked[now.rank] = p, since, pid, before
         return p
 
     def look(self, *, native: bool = False) -> Snapshot:

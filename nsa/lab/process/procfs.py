@@ -44,6 +44,14 @@ def process(pid: int) -> Seen | None:
         return None
 
 
+def main_cpu_s(pid: int) -> float:
+    """Seconds of a processor that the main thread has used; 0 where there is none."""
+    try:
+        return cpu_s(stat(Path(f"/proc/{pid}/task/{pid}")))
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def lives(pid: int, started: int) -> bool:
     """Whether the process that began at `started` still runs."""
     seen = process(pid)

@@ -42,7 +42,7 @@ def at_work(looks: Sequence[Snapshot], share: float = WORKS, *, moves: bool = Tr
         if before is not None and before.started != process.started:
             before = None  # another one with its number
         seen = [p for look in looks if (p := look.process(process.pid))]
-        moved = sum(a.io_bytes != b.io_bytes for a, b in pairwise(seen)) >= 2
+        moved = _moved([p.io_bytes for p in seen])
         earlier = {thread.tid: thread for thread in before.threads} if before else {}
         for thread in process.threads:
             was = earlier.get(thread.tid)
@@ -53,10 +53,23 @@ def at_work(looks: Sequence[Snapshot], share: float = WORKS, *, moves: bool = Tr
             wants = sum(t.state in "RD" for t in mine) > len(mine) / 2
             wants = wants and thread.name not in CARRIERS
             kind = thread.wait.kind if thread.wait else ""
-            carries = moved and kind in ("", "pipe", "socket", "fifo", "disk", "other")
+            own = [t.io_bytes for t in mine if t.io_bytes is not None]
+            carries = (_moved(own) if own else moved) and kind in (
+                "",
+                "pipe",
+                "socket",
+                "fifo",
+                "disk",
+                "other",
+            )
             if used >= least or wants or (moves and (carries or _changes(mine))):
                 found.add((process.pid, thread.tid))
     return found
+
+
+def _moved(io_bytes: Sequence[int]) -> bool:
+    """Read or wrote between two looks, twice at least."""
+    return sum(a != b for a, b in pairwise(io_bytes)) >= 2
 
 
 def wakes(looks: Sequence[Snapshot]) -> set[Node]:

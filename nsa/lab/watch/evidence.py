@@ -105,6 +105,7 @@ class Thread:
     visible: str = ""  # digest of the locals of its frames, as visible.digest makes it
     ours: bool = False  # it belongs to this project, and can do nothing for the program
     switches: int | None = None  # how often it gave up its processor: unchanged, it slept all along
+    io_bytes: int | None = None  # that it read and wrote by any call, None where not told
     polled: str = ""  # what it asks for again and again, where it sleeps between two questions
 
 

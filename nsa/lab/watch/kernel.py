@@ -185,6 +185,7 @@ def _thread(
         wait = None
     slept = re.search(r"(?<!non)voluntary_ctxt_switches:\s*(\d+)", switches)
     known = {"ours": name in ours, "switches": int(slept[1]) if slept else None}
+    known["io_bytes"] = _io_bytes(f"{reader.pid}/task/{tid}") or None
     return Thread(tid, name, tid == reader.pid, fields[0], cpu_s, wchan, wait, **known)
 
 

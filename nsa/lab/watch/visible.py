@@ -29,6 +29,9 @@ _PLAIN = (
 )  # fmt: skip
 _READ_S = 0.05  # no interpreter has read its script sooner after its start
 _NUMBER = re.compile(r"-?[\d.]+(e[-+]?\d+)?$")
+# What a loop may call that only asks and sleeps.
+_SAYS = {"sleep", "print", "time", "monotonic", "perf_counter", "debug", "info", "warning", "error",
+         "write", "flush", "format", "round", "int", "TimeoutError", "RuntimeError"}  # fmt: skip
 _NEAR = 6  # frames from the innermost, in which a poll names what it asks for
 
 
@@ -40,19 +43,23 @@ def digest(frames: list[dict[str, Any]], pid: int, began: float) -> str:
 
     Without HIDDEN at its end the thread is in a loop that it cannot leave by itself, whatever its
     callers do: it calls nothing, has no exit, and its test is true for ever, as a constant or by
-    plain locals where it sets none. What it sets on its way is left out. began: when the process
-    did, in seconds since the epoch.
+    plain locals where it sets none. What it sets on its way is left out, and so is what a loop
+    counts that only asks, sleeps and says so. began: when the process did, in seconds since the
+    epoch.
     """
     if not frames:
         return ""
     passing = endless(frames[0], pid, began)
     shown = hashlib.sha256()
+    counters = {depth: waiting(frame, pid, began) for depth, frame in enumerate(frames[:_NEAR])}
     own = [is_users(_place(frame)) for frame in frames]
     for depth, frame in enumerate(frames):
         if not own[depth] and any(own) and (depth or passing is None):
             continue
         shown.update(f"{frame['filename']}\0{frame['name']}\0".encode(errors="replace"))
         for local in frame.get("locals") or ():
+            if local["name"] in counters.get(depth, ()):
+                continue
             if depth or not passing or local["name"] not in passing:
                 told = f"{local['name']}\0{local['addr']}\0{local['repr']}\0"
                 shown.update(told.encode(errors="replace"))
@@ -98,17 +105,28 @@ def _inside(path: str, pid: int) -> str:
 
 def endless(frame: dict[str, Any], pid: int, began: float) -> frozenset[str] | None:
     """The names that such a loop around this line sets; None for a line in none."""
-    path = _inside(frame["filename"], pid)
-    try:
-        changed = os.stat(path).st_mtime
-        loops = _loops(path, changed) if changed < began + _READ_S else ()
-    except (OSError, ValueError, SyntaxError, RecursionError):
-        return None
     values = {x["name"]: x["repr"] for x in frame.get("locals") or () if _is_plain(x["repr"])}
-    for low, high, test, names in loops:
+    for low, high, test, names in _of_file(_loops, frame, pid, began):
         if low <= frame["line"] <= high and _holds(test, values):
             return names
     return None
+
+
+def waiting(frame: dict[str, Any], pid: int, began: float) -> frozenset[str]:
+    """The names that a loop around this line sets which only asks, sleeps, counts and says so."""
+    found = [names for low, high, names in _of_file(_polls, frame, pid, began)
+             if low <= frame["line"] <= high]  # fmt: skip
+    return frozenset().union(*found)
+
+
+def _of_file(read: Any, frame: dict[str, Any], pid: int, began: float) -> Any:
+    """The loops that `read` finds in a frame's file; none where it changed since the start."""
+    path = _inside(frame["filename"], pid)
+    try:
+        changed = os.stat(path).st_mtime
+        return read(path, changed) if changed < began + _READ_S else ()
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return ()
 
 
 def _is_plain(shown: str | None) -> bool:
@@ -147,3 +165,32 @@ def _loops(path: str, _: float) -> tuple[tuple[int, int, str, frozenset[str]], .
             last = loop.end_lineno or loop.lineno
             found.append((loop.lineno, last, ast.unparse(loop.test), names))
     return tuple(found)
+
+
+@lru_cache(64)
+def _polls(path: str, _: float) -> tuple[tuple[int, int, frozenset[str]], ...]:
+    """First and last line, and names set, of `while` loops that do nothing but ask and sleep."""
+    with open(path, "rb") as file:
+        tree = parsed(file.read())
+    found = []
+    for loop in ast.walk(tree):
+        if not isinstance(loop, ast.While):
+            continue
+        inside = [node for part in loop.body for node in ast.walk(part)]
+        called = [ast.unparse(x.func).rpartition(".")[2] for x in inside if isinstance(x, ast.Call)]
+        asks = any(isinstance(node, ast.Call) for node in ast.walk(loop.test))
+        if asks and "sleep" in called and set(called) <= _SAYS and _counts_alone(inside):
+            names = frozenset(
+                x.id for x in inside if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+            )
+            found.append((loop.lineno, loop.end_lineno or loop.lineno, names))
+    return tuple(found)
+
+
+def _counts_alone(nodes: list[ast.AST]) -> bool:
+    """Nothing is set there but plain names, and nothing else is begun."""
+    targets = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    begun = (ast.For, ast.With, ast.Try, ast.Await, ast.Yield, ast.YieldFrom, ast.FunctionDef)
+    return all(isinstance(node, ast.Name) for node in targets) and not any(
+        isinstance(node, begun) for node in nodes
+    )
