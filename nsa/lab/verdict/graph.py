@@ -223,7 +223,8 @@ def _exact(
 
 
 def _keeps_house(thread: Thread) -> bool:
-    return any(mark in frame for frame in thread.frames for mark in _HOUSEKEEPERS)
+    starts = is_in(thread.frames, "multiprocessing/pool.py", "_handle_workers")
+    return starts or any(mark in frame for frame in thread.frames for mark in _HOUSEKEEPERS)
 
 
 def _free(process: Process, thread: Thread, works: bool, periodic: bool) -> str:
