@@ -24,6 +24,7 @@ from nsa.experiments.selfcheck.faults.registry import Fault, chosen, every, why_
 from nsa.experiments.selfcheck.judged import LATE, NOTHING, Judged, blind
 from nsa.lab import oracles
 from nsa.lab.process import runner, trial
+from nsa.lab.process.told import ACCUSES
 from nsa.lab.training import TrainingSpec
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.explain import page
@@ -152,6 +153,7 @@ def plant(
     told = [
         {"label": one["label"], "rested_s": one["rested_s"], "withdrawn": bool(one["withdrawn"])}
         for one in evidence.reports
+        if one["label"].startswith(ACCUSES)
     ]
     return _row(
         fault,

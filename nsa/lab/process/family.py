@@ -51,11 +51,16 @@ def die_with_parent() -> None:
     tree below it whole.
     """
     if os.environ.pop(GUARDED, None) is None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_thread()
     parent = os.environ.pop(PARENT, None)
     if parent is not None and os.getppid() != int(parent):  # it ended before the request stood
         os._exit(1)
+
+
+def end_with_thread() -> None:
+    """Called in a child: SIGKILL when the thread that started it has ended."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def let_others_look(*, children: bool = False) -> None:

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from nsa.lab.process import child, procfs
+from nsa.lab.process.told import Told
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.activity import LOOKS, MUCH, TICK_S
-from nsa.lab.verdict.headline import headline
 from nsa.lab.verdict.rests import WAIT_S
 from nsa.lab.watch import devices, kernel, looks, progress
 from nsa.lab.watch.evidence import (
@@ -52,8 +52,7 @@ class Observer:
     """`step()`, a few times a second, samples; where a rank rests for stall_s it takes looks.
 
     A look is a full snapshot: stacks and waits of every process of the family. What the verdict
-    then says is told once through `tell`, and in evidence.reports: STALLED or HANG, upgraded when
-    it changes, withdrawn when progress comes.
+    then says is told through `tell`, and in evidence.reports: see nsa.lab.process.told.
 
     A rank that counts nothing moves whenever its family works: `works` False, it rests all along.
     No process is sent a signal.
@@ -72,7 +71,7 @@ class Observer:
         self.evidence, self.pids = evidence, {}  # of all ranks seen, with the time of their start
         self.verdict: Verdict | None = None  # of the last look, while that rest lasts
         self.use = use  # of the GPUs: `use.percent`, None where nobody asks
-        self._ranks, self._cookie, self._tell = ranks, cookie, tell
+        self._ranks, self._cookie, self._told = ranks, cookie, Told(evidence, tell)
         self._works = works
         self._worked: dict[int, tuple[Any, ...]] = {}  # rank: P, when it worked last, its pid, ...
         self._start = time.monotonic()
@@ -183,7 +182,8 @@ class Observer:
             del kept[2]
         self._looks += 1
         wait_s = self.evidence.wait_s or WAIT_S
-        next_s = max(APART_S, 0.15 * self.rest_s())
+        until_slow_s = self._told.slow_s - self.rest_s()
+        next_s = max(APART_S, min(0.15 * self.rest_s(), until_slow_s))
         left_s = wait_s - self.rest_s()
         self._look_at = self.t + (left_s if APART_S / 2 < left_s < next_s + APART_S else next_s)
         return taken
@@ -204,31 +204,14 @@ class Observer:
     def _report(self) -> None:
         now = self.judged()
         self.verdict = now if now.kind in ("STALLED", "HANG", "SLOW") else None
-        if now.kind not in ("STALLED", "HANG"):
-            if now.kind == "SLOW":  # somebody works again
-                self._withdraw()
-            return
-        reports = self.evidence.reports
-        if reports and reports[-1]["withdrawn"] is None and reports[-1]["label"] == now.label:
-            return
-        told = {name: now.numbers.get(name) for name in ("rank", "rested_s", "where", "left_s")}
-        words = {"headline": headline(self.evidence, now), "because": list(now.because[:3])}
-        report = {"t": self.t, "label": now.label, "line": now.line, "withdrawn": None}
-        reports.append({**report, **told, **words})
-        self._tell(reports[-1])
+        self._told.report(self.t, self.rest_s(), now)
 
     def _withdrawn(self) -> bool:
         """Whether progress came after a rest that was looked at."""
         if not self._looks or self.rest_s() >= self.evidence.stall_s:
             return False
-        self._withdraw()
+        self._told.moves(self.t)
         return True
-
-    def _withdraw(self) -> None:
-        for report in self.evidence.reports:
-            if report["withdrawn"] is None:
-                report["withdrawn"] = self.t
-                self._tell(report)
 
     def _due(self) -> bool:
         return bool(self._live) and self.t >= self._look_at and self.rest_s() >= self._bound()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from nsa.lab.verdict.explain import page
 from nsa.lab.verdict.headline import headline
 from nsa.lab.watch.evidence import Evidence
 
-WIDE = 100
+WIDE = 100  # of a terminal
 _CLEAR = "\r\x1b[K"
 
 
@@ -25,33 +26,33 @@ class Reports:
     def __init__(self, folder: Path, name: str = "nsa watch") -> None:
         self.folder, self.name = folder, name
         self._refused, self._line = "", ""
-        self._terminal = sys.stderr.isatty()
         # Where the command prints to the same terminal, a line would lie between its own.
-        self._title = self._terminal and sys.stdout.isatty()
+        self._draws = sys.stderr.isatty() and not sys.stdout.isatty()
 
     def say(self, text: str) -> None:
         """A line to the user."""
-        clear = _CLEAR if self._line and not self._title else ""
-        self._raw(f"{clear}{self.name}: {text}\n")
+        before = _CLEAR if self._line else "\n" * _half_a_line()
+        self._raw(f"{before}{self.name}: {text}\n")
         self._line = ""
 
     def status(self, text: str) -> None:
-        """One line that is drawn anew; "" takes it away. On no terminal there is none."""
-        if not self._terminal or text == self._line:
-            return
-        self._line = text
-        if self._title:
-            self._raw(f"\x1b]2;{self.name}: {text}\x07")
-        else:
+        """One line that is drawn anew; "" takes it away. Only a terminal of its own has one."""
+        if self._draws and text != self._line:
+            self._line = text
             self._raw(_CLEAR + f"{self.name} {text}"[:WIDE] if text else _CLEAR)
 
     def tell(self, evidence: Evidence, verdict: Verdict) -> None:
         """Writes all, and says in words what stands still and where the page is."""
-        self.say(headline(evidence, verdict))
-        if self.write(evidence, verdict):
-            self.say(f"the page: {self.folder / 'report.txt'}")
-        else:
+        said = headline(evidence, verdict)
+        if not self.write(evidence, verdict):
             self._raw(page(evidence, verdict) + "\n")
+            self.say(said)
+        elif verdict.kind == "SLOW" and evidence.end is None:
+            self.say(f"{said}; what would settle it: nsa explain {self.folder}")
+        else:
+            lines = [said, f"the page: {self.folder / 'report.txt'}"]
+            for line in lines if evidence.end is None else lines[::-1]:
+                self.say(line)
 
     def write(self, evidence: Evidence, verdict: Verdict) -> bool:
         """All files; False where they cannot be written."""
@@ -83,3 +84,16 @@ class Reports:
             sys.stderr.flush()
         except (OSError, ValueError):  # the terminal is gone: nobody is there to be told
             return
+
+
+def _half_a_line() -> bool:
+    """Whether the command may have left one on stderr, as a progress bar does."""
+    try:
+        number = sys.stderr.fileno()
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            return os.isatty(number)
+        with open(f"/proc/self/fd/{number}", "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
+    except (OSError, ValueError):
+        return False

@@ -30,7 +30,8 @@ from nsa.lab.process.nodes import Nodes
 from nsa.lab.process.observer import Observer
 from nsa.lab.process.reports import Reports
 from nsa.lab.verdict import judge
-from nsa.lab.watch import devices, inside
+from nsa.lab.verdict.standing import cut_short, standing
+from nsa.lab.watch import devices, inside, progress
 from nsa.lab.watch.evidence import End, Evidence
 
 ACTIONS = "report", "kill"
@@ -39,6 +40,9 @@ PASSED_ON = (
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
 WAKES_S = 0.1
+ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+ENDS_S = 120.0  # what an ending signal moves in this time is the end of it, and no progress
+ARRIVES_S = 0.005  # a signal for a process group, at all of it
 TERM_S = 10.0  # from SIGTERM to SIGKILL, where the user asked for an end
 GPU_REST_S = 2.0  # the GPUs are asked after a rest of this: asking costs, too
 NODES_S = 5.0
@@ -96,7 +100,7 @@ def watch(
         watcher = _Watcher(process, cookie, inner, evidence, reports, shared, kills, limit_s)
         thread = threading.Thread(target=watcher.run, name="nsa watch", daemon=True)
         thread.start()
-        _until_it_ends(process)
+        _until_it_ends(process, watcher.hears)
         watcher.stop.set()
         thread.join()
         watcher.finish(process.returncode)
@@ -110,13 +114,54 @@ def watch(
     return process.returncode
 
 
-def _until_it_ends(process: subprocess.Popen) -> None:
+def _until_it_ends(process: subprocess.Popen, hears: Callable[[int], Any] = int) -> None:
     """Signals that are meant for the command are passed on to it, until it has ended."""
-    while process.poll() is None:
-        came = signal.sigtimedwait({*PASSED_ON, signal.SIGCHLD}, WAKES_S)
-        # The terminal sends its own to us and to the command alike (si_code > 0).
-        if came is not None and came.si_signo in PASSED_ON and came.si_code <= 0:
-            process.send_signal(came.si_signo)
+    with _Bystander() as bystander:
+        while process.poll() is None:
+            came = signal.sigtimedwait({*PASSED_ON, signal.SIGCHLD}, WAKES_S)
+            if came is None or came.si_signo not in PASSED_ON:
+                continue
+            hears(came.si_signo)
+            # The terminal sends its own to us and to the command alike (si_code > 0), and so does
+            # whoever sends one to the whole group or job.
+            if came.si_code <= 0 and not bystander.got(came.si_signo):
+                process.send_signal(came.si_signo)
+
+
+class _Bystander:
+    """A process that nobody means: a signal that it got, too, went to the command as well.
+
+    It sleeps in the same process group, with all those signals blocked. Where there is none, every
+    signal counts as meant for this process alone.
+    """
+
+    def __enter__(self) -> _Bystander:
+        self._process, null = None, subprocess.DEVNULL
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(
+                ["sleep", "infinity"], stdin=null, stdout=null, stderr=null,
+                preexec_fn=family.end_with_thread,
+            )  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def got(self, number: int) -> bool:
+        """Whether it has this signal, once for each that it got."""
+        time.sleep(ARRIVES_S)
+        try:
+            status = Path(f"/proc/{self._process.pid}/status").read_text()
+        except (AttributeError, OSError):
+            return False
+        pending = int(status.partition("ShdPnd:")[2].split()[0], 16)
+        if not pending >> (number - 1) & 1:
+            return False
+        self.__exit__()
+        self.__enter__()
+        return True
 
 
 def _fresh(command: Sequence[str]) -> Path:
@@ -153,6 +198,7 @@ class _Watcher:
         self.members = Members(process.pid, inner, cookie)
         self.observer = Observer(evidence, self.members, cookie=cookie, tell=self.tell)
         self.reason = self.message = ""
+        self._heard: tuple[str, float] | None = None  # the signal to end, and when it came
         self._use = contextlib.ExitStack()  # of the GPUs
         self._asks_gpus, self._next_nodes, self._next_status = False, 0.0, 0.0
         self._has_gpus = shutil.which("nvidia-smi") is not None
@@ -170,6 +216,8 @@ class _Watcher:
     def step(self) -> None:
         """One sample or look, and what follows from it."""
         observer = self.observer
+        if self._ends() and standing(self.evidence):
+            return
         self._ask_gpus(observer.rest_s() > GPU_REST_S)
         if not observer.step():
             return
@@ -187,10 +235,22 @@ class _Watcher:
             self.reports.status(self.words())
             self._next_status = observer.t + STATUS_S
 
+    def hears(self, number: int) -> None:
+        """In the main thread: a signal came, perhaps one by which the user ends the command."""
+        if number in ENDING and not self._ends():
+            self._heard = family.signal_name(number), self.observer.t
+
+    def _ends(self) -> bool:
+        """Whether such a signal came so recently that the command deals with it."""
+        return self._heard is not None and self.observer.t < self._heard[1] + ENDS_S
+
     def tell(self, report: dict[str, Any]) -> None:
         """Of the observer: something stands still, or moves again."""
         if report is not self.evidence.reports[-1]:
             return  # another took its place
+        if self._ends() and report["withdrawn"] is not None:
+            report["withdrawn"] = None  # the signal's own doing
+            return
         if report["withdrawn"] is not None:
             since = report["withdrawn"] - report["t"] + (report.get("rested_s") or 0)
             moves = self.observer.rest_s() < since
@@ -243,10 +303,13 @@ class _Watcher:
         message = f"ended by {how[1]}" if code < 0 else f"exit code {code}" * (code > 0)
         if self.reason:
             how, message = ("stopped by the supervisor", self.reason), self.message
+        elif name := self._by_user(code):
+            message = f"ended by you ({name})"
         self.evidence.end = End(how[0], code, how[1], message)
         self.evidence.seconds = self.observer.t
+        cut = cut_short(self.evidence) if self._by_user(code) or not self._moved() else ""
         for report in self.evidence.reports:
-            if report["withdrawn"] is None and not self.reason:
+            if report["withdrawn"] is None and not self.reason and not cut:
                 report["withdrawn"] = self.observer.t
         if self.inner:
             for file in sorted(self.inner.glob("error-*.txt")):
@@ -256,7 +319,22 @@ class _Watcher:
             if self.nodes is not None:
                 self.nodes.exchange(self.observer, ended=code)
         self.reports.status("")
-        self.reports.write(self.evidence, judge(self.evidence))
+        (self.reports.tell if cut else self.reports.write)(self.evidence, judge(self.evidence))
+
+    def _moved(self) -> bool:
+        """Whether any rank has come further since its last sample."""
+        read = {
+            rank: progress.cells_of(one.file) for rank, one in self.members().items() if one.file
+        }
+        known = {rank: progress.coordinate(cells) for rank, cells in read.items() if cells}
+        return any(p != self.evidence.last(rank) for rank, p in known.items())
+
+    def _by_user(self, code: int) -> str:
+        """The signal by which the user ended it, "" where it ended by itself."""
+        if self._ends():
+            return self._heard[0]
+        number = -code if code < 0 else code - 128
+        return family.signal_name(number) if number in (signal.SIGINT, signal.SIGTERM) else ""
 
     def _ask_gpus(self, rests: bool) -> None:
         if rests == self._asks_gpus or not self._has_gpus:

@@ -7,9 +7,11 @@ from typing import Any
 
 from nsa.lab.verdict.picture import NOBODY, TIMED, WIDTH, clipped, picture, seconds
 from nsa.lab.verdict.rules import Verdict
+from nsa.lab.verdict.standing import cut_short
 from nsa.lab.watch.evidence import Evidence
 
 # Of a job that was only looked at: what it does, rather than whether it is late.
+IDLES = {"INCONCLUSIVE:running": "it moves", "INCONCLUSIVE:idle": "it is idle"}
 ATTACHED = {"HANG": "HANG, it can never go on", "STALLED": "it waits", "SLOW": "it works"}
 
 
@@ -19,21 +21,22 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
     said = _waits(verdict.edges) or next(iter(verdict.because), "") or verdict.rule
     if "attached" in evidence.spec and kind in ATTACHED:
         kind = "it waits" if verdict.what == "timer" else ATTACHED[kind]
-    elif verdict.label == "INCONCLUSIVE:running":
-        kind = "it moves"
-    elif verdict.label == "SLOW:uncounted":
-        kind = "SLOW, not counted"
-    elif kind == "STALLED":
+    elif verdict.label in IDLES:
+        kind = IDLES[verdict.label]
+    elif kind == "STALLED" or verdict.label == "SLOW:uncounted":
         rested = numbers.get("rested_s")
         if rested is None:
             rested = max(map(evidence.frozen_s, evidence.ranks()), default=0.0)
         kind += f" for {seconds(rested)}" if rested else ""
+        kind += ", not counted" if verdict.kind == "SLOW" else ""
     said = clipped(said, 3 * WIDTH)  # the user's line stands among the first five in any case
     if verdict.line and verdict.line not in said:
         who = numbers.get("where", "")
         named = who and verdict.edges and not said.startswith(who)
         said += f"; {who} is at " if named else ", at "
         said += verdict.line
+    if ended := cut_short(evidence):
+        kind = f"{ended} while: {kind}"
     return f"{kind}: {said}" if said else kind
 
 

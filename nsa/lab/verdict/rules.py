@@ -12,13 +12,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from nsa.lab.verdict.collectives import unlike
+from nsa.lab.verdict.idle import idle
 from nsa.lab.verdict.pace import moves, pace
 from nsa.lab.verdict.rests import Rest, bound_s, rests
 from nsa.lab.verdict.stalls import Stall, named, place_of, stall
+from nsa.lab.verdict.standing import cut_short, remembered, standing
 from nsa.lab.watch.evidence import OUTSIDE, Evidence
 
 KINDS = (
@@ -83,7 +85,7 @@ def judge(evidence: Evidence) -> Verdict:
     Of a trial that still runs (`end` None) as of its last sample: HANG only where it is certified,
     so that a supervisor may ask as often as it likes and end what it need not wait for.
     """
-    for rule in (_untrusted, _ended, _returned, _stands, _silent, _moving):
+    for rule in (_untrusted, _cut_short, _ended, _returned, _stands, _silent, _moving):
         found = rule(evidence)
         if found is not None:
             return found
@@ -107,10 +109,20 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
         if found is not None and found.state == "certified":
             return None  # whoever ended it, it could not have gone on
         why = f"it was stopped after {evidence.seconds:.1f} s: {end.message or 'somebody asked'}"
-        stands = [report for report in evidence.reports if report["withdrawn"] is None]
-        told = [f"told before: {r['headline']}" for r in stands if r.get("headline")]
-        return Verdict("INCONCLUSIVE", "stopped-early", "stopped by its caller", [why, *told])
+        told = (standing(evidence) or {}).get("headline")
+        said = [f"told before: {told}"] if told else []
+        return Verdict("INCONCLUSIVE", "stopped-early", "stopped by its caller", [why, *said])
     return None
+
+
+def _cut_short(evidence: Evidence) -> Verdict | None:
+    """By a signal, while it stood: as it stood then."""
+    if not cut_short(evidence):
+        return None
+    found, told = _stands(evidence), standing(evidence)
+    if found is None or found.label != told["label"]:  # what the signal moved was seen, too
+        found = Verdict(place=named(told["line"]), **remembered(told))
+    return replace(found, because=(*found.because, evidence.end.message))
 
 
 def _ended(evidence: Evidence) -> Verdict | None:
@@ -209,6 +221,10 @@ def _stands(evidence: Evidence) -> Verdict | None:
         return None
     rest, (kind, rule) = found.rest, _STATES[found.state]
     because = [*found.because, *_rested(rest)]
+    asked = idle(evidence.snapshots[-1].of(rest.rank), rest.p) if kind == "STALLED" else ""
+    if asked:
+        because.insert(0, f"rank {rest.rank} {asked}")
+        return Verdict("INCONCLUSIVE", "idle", "waits to be asked", because, line=found.line)
     if evidence.end is not None and evidence.end.type == "deadline":
         because.append(f"its limit ended it: {evidence.end.message}")
         because += _late(evidence, {})

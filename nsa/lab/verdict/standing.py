@@ -1,0 +1,30 @@
+"""What a run's user was told of it and still stood when it ended, as evidence.reports has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa.lab.watch.evidence import Evidence
+
+BY = "ended by "  # how the message of an End begins that a signal brought
+
+
+def standing(evidence: Evidence) -> dict[str, Any] | None:
+    """The last report that was not withdrawn; None where there is none."""
+    return next((r for r in reversed(evidence.reports) if r["withdrawn"] is None), None)
+
+
+def cut_short(evidence: Evidence) -> str:
+    """By what it was ended while a report of it stood, "ended by you (SIGINT)"; else ""."""
+    end = evidence.end
+    by_signal = end is not None and end.message.startswith(BY)
+    return end.message if by_signal and standing(evidence) else ""
+
+
+def remembered(told: dict[str, Any]) -> dict[str, Any]:
+    """What a report tells of the verdict that it came from."""
+    kind, _, what = told["label"].partition(":")
+    names = "rank", "rested_s", "where", "left_s"
+    numbers = {name: told[name] for name in names if told.get(name) is not None}
+    said = {"rule": "as it was told before it was ended", "because": told.get("because", ())}
+    return {"kind": kind, "what": what, "line": told["line"], "numbers": numbers, **said}

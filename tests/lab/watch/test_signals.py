@@ -1,0 +1,77 @@
+"""Signals at random moments: a watched program gets each, and what its handlers raise."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import signalled
+from places import SUPPORT
+from processes import environment_with_package
+from signalled import CAUGHT, CELLS, HANDLED, PID, RAISED, READY, SIGNALS, STOP
+
+from nsa.lab.watch import inside
+
+WITHIN_S = 60.0  # a handler runs, at any load
+pytestmark = pytest.mark.processes
+
+
+def sent(folder, kind, count, *, watched=True, python=sys.executable, seed=0):
+    """What came of `count` signals, one after the other: how many were handled, and caught."""
+    folder.mkdir(exist_ok=True)
+    file, told = folder / f"cells-{kind}-{watched}", folder / f"told-{kind}-{watched}.txt"
+    file.write_bytes(bytes(8 * CELLS))
+    cells, draw = signalled.opened(file), random.Random(seed)
+    base = environment_with_package()
+    environment = inside.environment(folder, base) if watched else base
+    command = [python, os.path.join(SUPPORT, "signalled.py"), kind, str(file)]
+    with (
+        open(told, "w") as stream,
+        subprocess.Popen(command, env=environment, stdout=stream, stderr=stream) as process,
+    ):
+
+        def wait(condition, within_s=WITHIN_S):
+            end = time.monotonic() + within_s
+            while process.poll() is None and time.monotonic() < end:
+                if condition():
+                    return True
+                time.sleep(0.001)
+            return False
+
+        try:
+            assert wait(lambda: cells[READY]), told.read_text()
+            lost = number = 0
+            while number < count:
+                raised, caught, ready, handled = (
+                    cells[cell] for cell in (RAISED, CAUGHT, READY, HANDLED)
+                )
+                time.sleep(draw.uniform(0.001, 0.03))
+                many = 1 if kind == "agent" else draw.choice((1, 2))
+                for one in draw.sample(SIGNALS[:2] if kind == "agent" else SIGNALS, many):
+                    os.kill(cells[PID], one)
+                    time.sleep(draw.uniform(0.0, 0.001))
+                number += many
+                if kind != "agent":
+                    # A handler may raise where another one begins, which then does nothing.
+                    one_of_two = kind == "raise" and many == 2
+                    got = wait(lambda n=handled + many: cells[HANDLED] == n, 2 if one_of_two else WITHIN_S)
+                    lost += not (got or (one_of_two and cells[HANDLED] == handled + 1))
+                if kind == "agent" or cells[RAISED] > raised:
+                    lost += not wait(lambda before=caught: cells[CAUGHT] > before)
+                assert kind != "agent" or wait(lambda before=ready: cells[READY] > before)
+                assert process.poll() is None, told.read_text()[-3000:]
+            cells[STOP] = 1
+            if kind == "agent":
+                os.kill(cells[PID], SIGNALS[1])
+            process.wait(timeout=WITHIN_S)
+        finally:
+            process.kill()
+    errors = [one.read_text() for one in folder.glob("error-*.txt")]
+    return SimpleNamespace(
+        sent=number, handled=cells[HANDLED], raised=cells[RAISED], caught=cells[CAUGHT], lost=lost,
+        ignored=told.read_text().count("Exception ignored"), told=told.read_text(), errors=errors, code=process.returncode,
+        counts=len(list(folder.glob("progress-*.bin"))),
+    )  # fmt: skip
