@@ -81,7 +81,7 @@ class _Job:
             self._add(pair.rank, pair.row, pair)
         self.front = {rank: _front(mine) for rank, mine in self.open.items()}
         self.blamed = self._unlike() | self._unreported()
-        self.waits = [wait for wait in self._waits() if wait.rank not in self.blamed]
+        self.waits = list(self._first())
         self.next: dict[int, set[int]] = {rank: set() for rank in self.open}
         for wait in self.waits:
             self.next.setdefault(wait.rank, set()).add(wait.peer)
@@ -119,35 +119,42 @@ class _Job:
                 found.setdefault(rank, Blame(rank, "device", why, call))
         return found
 
-    def _waits(self) -> Iterable[Wait]:
+    def _first(self) -> Iterable[Wait]:
+        """Of the waits of one rank for another those in the oldest call, one for each reason."""
+        seen: set[tuple[int, int, str]] = set()
+        for rank, peer, how, call in self._waits():
+            if (rank, peer, how) not in seen and rank not in self.blamed:
+                seen.add((rank, peer, how))
+                yield Wait(rank, peer, how, call)
+
+    def _waits(self) -> Iterable[tuple[int, int, str, Open]]:
         for call in self.calls:
             for rank in call.entries.keys() - set(call.completed):
-                yield from (Wait(rank, peer, MISSING, call) for peer in call.missing)
-                yield from (Wait(rank, peer, UNREAD, call) for peer in call.unseen)
+                yield from ((rank, peer, MISSING, call) for peer in call.missing)
+                yield from ((rank, peer, UNREAD, call) for peer in call.unseen)
         for pair in self.pairs:
             if pair.peer is not None and pair.matched is not True:
-                how = MISSING if pair.matched is False else UNREAD
-                yield Wait(pair.rank, pair.peer, how, pair)
+                yield pair.rank, pair.peer, UNREAD if pair.matched is None else MISSING, pair
         for rank, front in self.front.items():
             for call in front:
                 yield from self._behind(rank, call)
 
-    def _behind(self, rank: int, call: Open) -> Iterable[Wait]:
+    def _behind(self, rank: int, call: Open) -> Iterable[tuple[int, int, str, Open]]:
         """Waits in the oldest open call of a rank for those who called it, and are not at it."""
         if isinstance(call, Pair):
             if call.peer in self.front and call.matched:
                 ahead = [p for p in self.front[call.peer] if isinstance(p, Pair)]
                 meets = [p for p in ahead if p.peer == rank and p.op != call.op]
                 if not meets:
-                    yield Wait(rank, call.peer, BEHIND, call)
+                    yield rank, call.peer, BEHIND, call
                 elif _began(call) and not any(map(_began, meets)):
-                    yield Wait(rank, call.peer, IDLE, call)
+                    yield rank, call.peer, IDLE, call
             return
         for peer in call.entries.keys() - {rank} - set(call.completed):
             if call not in self.front[peer]:
-                yield Wait(rank, peer, BEHIND, call)
+                yield rank, peer, BEHIND, call
             elif rank in call.started and peer not in call.started:
-                yield Wait(rank, peer, IDLE, call)
+                yield rank, peer, IDLE, call
 
     def ends(self) -> list[set[int]]:
         """Sets of ranks that wait for nobody outside: single ones, and rounds of several."""
