@@ -8,6 +8,7 @@ end, since it had given its part; and who called something else than its peers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,9 @@ class _Job:
         self.blamed = self._unlike() | self._unreported()
         self.waits = list(self._first())
         self.next: dict[int, set[int]] = {rank: set() for rank in self.open}
+        self.of: dict[int, list[Wait]] = {}  # who waits for a rank
         for wait in self.waits:
+            self.of.setdefault(wait.peer, []).append(wait)
             self.next.setdefault(wait.rank, set()).add(wait.peer)
             self.next.setdefault(wait.peer, set())
 
@@ -182,7 +185,7 @@ class _Job:
 
     def went_on(self, rank: int, other: int) -> bool:
         """A rank is stuck where another is, lacks no less, and called more."""
-        fronts = [{_sign(call) for call in self.front.get(one, ())} for one in (rank, other)]
+        fronts = [{_sign(call) for call in self.front.get(r, ())} for r in (rank, other)]
         return fronts[0] >= fronts[1] and self.signs(other) <= self.signs(rank)
 
     def lagging(self) -> dict[int, Blame]:
@@ -195,13 +198,16 @@ class _Job:
         found: dict[int, Blame] = {}
         for call in self.calls:
             peers = [r for r in call.entries if r not in call.completed and r not in self.blamed]
-            for rank in call.missing:
+            for rank in call.missing if peers else ():
                 mine = self.signs(rank)
-                less = all(self.went_on(r, rank) and len(self.signs(r) - mine) > 2 for r in peers)
-                if peers and less and rank not in (self.world[0], self.world[-1]):
-                    why = f"rank {rank} has not called {call_said(call)}, though it had seen as "
-                    why += f"much end as {ranks_said(peers)}, which called more{_at(call)}"
-                    found.setdefault(rank, Blame(rank, "behind", why, call, tuple(peers)))
+                inner = rank not in (self.world[0], self.world[-1]) and self.next.get(rank)
+                if not inner or rank in found:
+                    continue
+                if not all(self.went_on(r, rank) and len(self.signs(r) - mine) > 2 for r in peers):
+                    continue
+                why = f"rank {rank} has not called {call_said(call)}, though it had seen as much "
+                why += f"end as {ranks_said(peers)}, which called more{_at(call)}"
+                found[rank] = Blame(rank, "behind", why, call, tuple(peers))
         places = [_sign(max(self.open[r], key=_order)[1]) for r in found if r in self.open]
         return {
             rank: one
@@ -248,7 +254,7 @@ def _of_end(job: _Job, end: set[int], alone: set[int], unread: set[int]) -> list
     if len(end) > 1:
         return _of_round(job, end)
     (rank,) = end
-    mine = [wait for wait in job.waits if wait.peer == rank]
+    mine = job.of.get(rank, [])
     if rank not in job.flights and rank in unread:
         return [f"rank {rank}'s dump cannot be read, and others wait for it"]
     for call in job.front.get(rank, ()):
@@ -270,9 +276,9 @@ def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
     order = (IDLE, MISSING, UNREAD, BEHIND)
     kind = min((wait.how for wait in mine), key=order.index)
     mine = [wait for wait in mine if wait.how == kind]
-    calls = [wait.call for wait in mine if not isinstance(wait.call, Pair)]
-    most = max((calls.count(call) for call in calls), default=0)
-    fit = [w for w in mine if not calls or (w.call in calls and calls.count(w.call) == most)]
+    calls = Counter(wait.call for wait in mine if not isinstance(wait.call, Pair))
+    most = max(calls.values(), default=0)
+    fit = [wait for wait in mine if calls[wait.call] == most]
     call = min(fit, key=_made).call
     waiting = tuple(sorted({one.rank for one in mine if one.call == call}))
     there = f"{ranks_said(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for it{_at(call)}"
@@ -319,7 +325,7 @@ def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
     score = {}
     for rank in (r for r in sorted(end) if faces[r]):
         calls = [w.call for w in inside if w.peer == rank and w.rank in faces[rank]]
-        there = {w.rank for w in job.waits if w.peer == rank and w.call in calls}
+        there = {w.rank for w in job.of[rank] if w.call in calls}
         score[rank] = len(faces[rank]), len(there)
     if not score:
         told = f"{ranks_said(sorted(end))} wait for each other in a round"
