@@ -8,6 +8,7 @@ library, since a group of "cpu:gloo,cuda:nccl" counts twice.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -29,7 +30,7 @@ _SIDES = "sizes", "out_sizes"
 _BUFFER = 2**20  # elements that a library may take from a sender before they are received
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pending:
     """A collective of a group that some rank enqueued and did not complete."""
 
@@ -48,7 +49,7 @@ class Pending:
     odd: tuple[int, ...] = ()  # the ranks that differ from most, where most agree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pair:
     """A send or a receive that is not completed."""
 
@@ -156,22 +157,25 @@ def ranks_said(ranks: Sequence[int]) -> str:
 
 def _groups(flights: Flights) -> dict[Key, dict[int, dict[int, Row]]]:
     """{group: {rank: {number: its call}}}, of collectives."""
+    members: dict[int, tuple[int, ...]] = {}  # by the list that all rows of a group share
     told: dict[tuple[str, str], set[tuple[int, ...]]] = {}
-    for rows in flights.values():
-        for row in rows:
-            if row.get("ranks"):
-                told.setdefault(_named(row), set()).add(tuple(row["ranks"]))
+    for row in (row for rows in flights.values() for row in rows):
+        if row.get("ranks") and id(row["ranks"]) not in members:
+            members[id(row["ranks"])] = tuple(row["ranks"])
+            told.setdefault(_named(row), set()).add(members[id(row["ranks"])])
     found: dict[Key, dict[int, dict[int, Row]]] = {}
     for rank, rows in flights.items():
+        keys: dict[tuple[str, str, int], Key] = {}
         for row in rows:
             if row.get("seq") is None or _is_pair(row):
                 continue
-            named = _named(row)
-            # two groups of one name are told apart by their members
-            known = [tuple(row["ranks"])] if row.get("ranks") else told.get(named, ())
-            fit = [members for members in known if rank in members]
-            key = (*named, fit[0] if len(fit) == 1 else ())
-            calls = found.setdefault(key, {}).setdefault(rank, {})
+            named, given = _named(row), id(row.get("ranks"))
+            if (*named, given) not in keys:
+                # two groups of one name are told apart by their members
+                known = [members[given]] if given in members else told.get(named, ())
+                fit = [ranks for ranks in known if rank in ranks]
+                keys[*named, given] = (*named, fit[0] if len(fit) == 1 else ())
+            calls = found.setdefault(keys[*named, given], {}).setdefault(rank, {})
             calls[row["seq"]] = _together(calls.get(row["seq"]), row)
     return found
 
@@ -220,7 +224,7 @@ def _at(
         library=key[1],
         desc=str(first.get("desc") or ""),
         number=number,
-        op=max(names, key=names.count),
+        op=Counter(names).most_common(1)[0][0],
         members=members,
         entries=entries,
         missing=tuple(missing),
@@ -247,8 +251,8 @@ def _differs(entries: Mapping[int, Row], members: Sequence[int]) -> tuple[str, t
     types = {rank: _types(row) for rank, row in entries.items() if row.get("dtypes")}
     for values in (names, *_measures(entries, next(iter(names.values()), "")), types):
         kinds = list(values.values())
-        most = max(kinds, key=kinds.count, default=None)
-        if any(kind != most for kind in kinds):
+        if any(kind != kinds[0] for kind in kinds):
+            most = max(kinds, key=kinds.count)
             sure = kinds.count(most) * 2 > len(kinds)
             odd = tuple(rank for rank, kind in values.items() if kind != most) if sure else ()
             return _told(entries, with_types=values is types), odd

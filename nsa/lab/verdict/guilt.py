@@ -8,6 +8,7 @@ end, since it had given its part; and who called something else than its peers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,9 +82,11 @@ class _Job:
             self._add(pair.rank, pair.row, pair)
         self.front = {rank: _front(mine) for rank, mine in self.open.items()}
         self.blamed = self._unlike() | self._unreported()
-        self.waits = [wait for wait in self._waits() if wait.rank not in self.blamed]
+        self.waits = list(self._first())
         self.next: dict[int, set[int]] = {rank: set() for rank in self.open}
+        self.of: dict[int, list[Wait]] = {}  # who waits for a rank
         for wait in self.waits:
+            self.of.setdefault(wait.peer, []).append(wait)
             self.next.setdefault(wait.rank, set()).add(wait.peer)
             self.next.setdefault(wait.peer, set())
 
@@ -119,35 +122,42 @@ class _Job:
                 found.setdefault(rank, Blame(rank, "device", why, call))
         return found
 
-    def _waits(self) -> Iterable[Wait]:
+    def _first(self) -> Iterable[Wait]:
+        """Of the waits of one rank for another those in the oldest call, one for each reason."""
+        seen: set[tuple[int, int, str]] = set()
+        for rank, peer, how, call in self._waits():
+            if (rank, peer, how) not in seen and rank not in self.blamed:
+                seen.add((rank, peer, how))
+                yield Wait(rank, peer, how, call)
+
+    def _waits(self) -> Iterable[tuple[int, int, str, Open]]:
         for call in self.calls:
             for rank in call.entries.keys() - set(call.completed):
-                yield from (Wait(rank, peer, MISSING, call) for peer in call.missing)
-                yield from (Wait(rank, peer, UNREAD, call) for peer in call.unseen)
+                yield from ((rank, peer, MISSING, call) for peer in call.missing)
+                yield from ((rank, peer, UNREAD, call) for peer in call.unseen)
         for pair in self.pairs:
             if pair.peer is not None and pair.matched is not True:
-                how = MISSING if pair.matched is False else UNREAD
-                yield Wait(pair.rank, pair.peer, how, pair)
+                yield pair.rank, pair.peer, UNREAD if pair.matched is None else MISSING, pair
         for rank, front in self.front.items():
             for call in front:
                 yield from self._behind(rank, call)
 
-    def _behind(self, rank: int, call: Open) -> Iterable[Wait]:
+    def _behind(self, rank: int, call: Open) -> Iterable[tuple[int, int, str, Open]]:
         """Waits in the oldest open call of a rank for those who called it, and are not at it."""
         if isinstance(call, Pair):
             if call.peer in self.front and call.matched:
                 ahead = [p for p in self.front[call.peer] if isinstance(p, Pair)]
                 meets = [p for p in ahead if p.peer == rank and p.op != call.op]
                 if not meets:
-                    yield Wait(rank, call.peer, BEHIND, call)
+                    yield rank, call.peer, BEHIND, call
                 elif _began(call) and not any(map(_began, meets)):
-                    yield Wait(rank, call.peer, IDLE, call)
+                    yield rank, call.peer, IDLE, call
             return
         for peer in call.entries.keys() - {rank} - set(call.completed):
             if call not in self.front[peer]:
-                yield Wait(rank, peer, BEHIND, call)
+                yield rank, peer, BEHIND, call
             elif rank in call.started and peer not in call.started:
-                yield Wait(rank, peer, IDLE, call)
+                yield rank, peer, IDLE, call
 
     def ends(self) -> list[set[int]]:
         """Sets of ranks that wait for nobody outside: single ones, and rounds of several."""
@@ -175,7 +185,7 @@ class _Job:
 
     def went_on(self, rank: int, other: int) -> bool:
         """A rank is stuck where another is, lacks no less, and called more."""
-        fronts = [{_sign(call) for call in self.front.get(one, ())} for one in (rank, other)]
+        fronts = [{_sign(call) for call in self.front.get(r, ())} for r in (rank, other)]
         return fronts[0] >= fronts[1] and self.signs(other) <= self.signs(rank)
 
     def lagging(self) -> dict[int, Blame]:
@@ -188,13 +198,16 @@ class _Job:
         found: dict[int, Blame] = {}
         for call in self.calls:
             peers = [r for r in call.entries if r not in call.completed and r not in self.blamed]
-            for rank in call.missing:
+            for rank in call.missing if peers else ():
                 mine = self.signs(rank)
-                less = all(self.went_on(r, rank) and len(self.signs(r) - mine) > 2 for r in peers)
-                if peers and less and rank not in (self.world[0], self.world[-1]):
-                    why = f"rank {rank} has not called {call_said(call)}, though it had seen as "
-                    why += f"much end as {ranks_said(peers)}, which called more{_at(call)}"
-                    found.setdefault(rank, Blame(rank, "behind", why, call, tuple(peers)))
+                inner = rank not in (self.world[0], self.world[-1]) and self.next.get(rank)
+                if not inner or rank in found:
+                    continue
+                if not all(self.went_on(r, rank) and len(self.signs(r) - mine) > 2 for r in peers):
+                    continue
+                why = f"rank {rank} has not called {call_said(call)}, though it had seen as much "
+                why += f"end as {ranks_said(peers)}, which called more{_at(call)}"
+                found[rank] = Blame(rank, "behind", why, call, tuple(peers))
         places = [_sign(max(self.open[r], key=_order)[1]) for r in found if r in self.open]
         return {
             rank: one
@@ -241,7 +254,7 @@ def _of_end(job: _Job, end: set[int], alone: set[int], unread: set[int]) -> list
     if len(end) > 1:
         return _of_round(job, end)
     (rank,) = end
-    mine = [wait for wait in job.waits if wait.peer == rank]
+    mine = job.of.get(rank, [])
     if rank not in job.flights and rank in unread:
         return [f"rank {rank}'s dump cannot be read, and others wait for it"]
     for call in job.front.get(rank, ()):
@@ -263,9 +276,9 @@ def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
     order = (IDLE, MISSING, UNREAD, BEHIND)
     kind = min((wait.how for wait in mine), key=order.index)
     mine = [wait for wait in mine if wait.how == kind]
-    calls = [wait.call for wait in mine if not isinstance(wait.call, Pair)]
-    most = max((calls.count(call) for call in calls), default=0)
-    fit = [w for w in mine if not calls or (w.call in calls and calls.count(w.call) == most)]
+    calls = Counter(wait.call for wait in mine if not isinstance(wait.call, Pair))
+    most = max(calls.values(), default=0)
+    fit = [wait for wait in mine if calls[wait.call] == most]
     call = min(fit, key=_made).call
     waiting = tuple(sorted({one.rank for one in mine if one.call == call}))
     there = f"{ranks_said(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for it{_at(call)}"
@@ -312,7 +325,7 @@ def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
     score = {}
     for rank in (r for r in sorted(end) if faces[r]):
         calls = [w.call for w in inside if w.peer == rank and w.rank in faces[rank]]
-        there = {w.rank for w in job.waits if w.peer == rank and w.call in calls}
+        there = {w.rank for w in job.of[rank] if w.call in calls}
         score[rank] = len(faces[rank]), len(there)
     if not score:
         told = f"{ranks_said(sorted(end))} wait for each other in a round"

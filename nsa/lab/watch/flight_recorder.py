@@ -105,7 +105,9 @@ def entries(dumped: Mapping[str, Any]) -> list[dict[str, Any]]:
     no more. created_ns, started_ns: time of day. timeout_ms.
     """
     status, groups = dumped.get("pg_status") or {}, dumped.get("pg_config") or {}
-    rows = [_row(one, status) | _members(one, groups) for one in dumped.get("entries") or ()]
+    members = {str(name): _listed(group.get("ranks")) for name, group in groups.items()}
+    members.setdefault("0", members.get("", []))
+    rows = [_row(one, status, members) for one in dumped.get("entries") or ()]
     together: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         together.setdefault((row["group"], row["p2p"], row["seq"], row["p2p_seq"]), []).append(row)
@@ -130,14 +132,6 @@ def everybody(dumped: Mapping[str, Any]) -> list[int]:
     return sorted({rank for ranks in told for rank in ranks})
 
 
-def _members(entry: Mapping[str, Any], groups: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
-    """The ranks of its group, where the recorder tells them; gloo's tells of none."""
-    group = str((entry.get("process_group") or ("",))[0])
-    told = groups.get(group, groups.get("", {}) if group == "0" else {}).get("ranks")
-    ranks = _listed(told)
-    return {"ranks": ranks} if ranks else {}
-
-
 def _listed(told: Any) -> list[int]:
     """Ranks, of "[0, 1]" or of a list."""
     with contextlib.suppress(ValueError, TypeError):
@@ -145,7 +139,11 @@ def _listed(told: Any) -> list[int]:
     return []
 
 
-def _row(entry: Mapping[str, Any], status: Mapping[Any, Mapping[str, int]]) -> dict[str, Any]:
+def _row(
+    entry: Mapping[str, Any],
+    status: Mapping[Any, Mapping[str, int]],
+    members: Mapping[str, list[int]],
+) -> dict[str, Any]:
     group = (*(entry.get("process_group") or ()), "", "")
     sequence = entry.get("collective_seq_id", entry.get("seq_id"))
     state, retired, op = entry.get("state"), entry.get("retired"), entry.get("profiling_name")
@@ -174,4 +172,6 @@ def _row(entry: Mapping[str, Any], status: Mapping[Any, Mapping[str, int]]) -> d
         "created_ns": entry.get("time_created_ns"),
         "started_ns": entry.get("time_discovered_started_ns"),
         "timeout_ms": entry.get("timeout_ms"),
+        # gloo's recorder does not tell them
+        **({"ranks": members[str(group[0])]} if members.get(str(group[0])) else {}),
     }
