@@ -13,9 +13,11 @@ import json
 import os
 import pathlib
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -25,6 +27,7 @@ from hang_tools import TOOLS
 
 KEEP = 15.0  # seconds that a hang is watched on after it was told: is it withdrawn?
 START = 240.0  # seconds that a program has to come to its fault, times what the load asks for
+STOP, STOPPED = threading.Event(), "stopped"
 COLUMNS = "program", "due", "said", "seconds", "line", "rank", "withdrawn", "note"
 
 
@@ -44,10 +47,12 @@ def is_due(label, due):
 
 def watch(run, tool, program, options):
     """Waits until the run has ended, or has hung long enough. Returns what cut it short."""
-    slow = 1 + options.load / (os.cpu_count() or 1)
+    slow = 1 + options.load / len(os.sched_getaffinity(0))
     while True:
         code, told = run.look(), tool.look(run)  # what it says while it is ended does not count
         now, since = time.monotonic(), run.marks.get("fault")
+        if STOP.is_set():
+            return STOPPED
         if code is not None:
             return f"ended with {code}"
         if not program.healthy and told and since and now > told[-1].at + options.keep:
@@ -61,7 +66,9 @@ def watch(run, tool, program, options):
 
 
 def score(program, form, options, folder):
-    """Runs one program once, and returns its row."""
+    """Runs one program once, and returns its row; none once the scorer is to stop."""
+    if STOP.is_set():
+        return None
     tool = TOOLS[options.tool](options)
     command = tool.command(program.command(form, options.ranks), program, folder)
     environment = {"HANGS_RANKS": str(options.ranks or 2), **tool.environment(folder)}
@@ -119,18 +126,18 @@ def judge_note(row, run, program):
 def table(rows):
     """Returns the rows as text, the worst first, and a line that sums each kind up."""
     order = sorted(rows, key=lambda row: (row["healthy"], worth(row), row["program"]))
-    cells = [COLUMNS]
-    for row in order:
-        shown = {True: "yes", False: "no", None: "-"}
-        cells.append(
-            tuple(
-                str(shown.get(row[c], row[c]) if c in ("line", "rank") else row[c] or "")
-                for c in COLUMNS
-            )
-        )
+    cells = [COLUMNS, *(cells_of(row) for row in order)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
     return "\n".join([*lines, "", *summary(rows)])
+
+
+def cells_of(row):
+    """Returns a row's cells; of the labels that are due, the best one."""
+    named = {True: "yes", False: "no", None: "-"}
+    shown = {**row, "due": row["due"].split(" or ")[0], "line": named[row["line"]]}
+    shown.update(rank=named[row["rank"]], withdrawn=row["withdrawn"] or "")
+    return tuple("" if shown[column] is None else str(shown[column]) for column in COLUMNS)
 
 
 def worth(row):
@@ -186,6 +193,41 @@ def busy(count):
             each.wait()
 
 
+@contextlib.contextmanager
+def stoppable():
+    """Lets SIGINT and SIGTERM end what was started first, and then the scorer."""
+    STOP.clear()
+    wanted = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: STOP.set()) for number in wanted]
+    try:
+        yield
+    finally:
+        for number, handler in zip(wanted, before, strict=True):
+            signal.signal(number, handler)
+
+
+def run_all(jobs, options):
+    """Runs all, so many at once, and returns the rows; rows.json has them meanwhile."""
+    rows = []
+    with (
+        stoppable(),
+        busy(options.load),
+        concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        running = []
+        for program, form, i in jobs:
+            name = re.sub(r"\W+", "-", f"{program.name} {form}").strip("-")
+            folder = options.out / f"{name}-{options.tool}-{i}-{uuid.uuid4().hex[:6]}"
+            running.append(pool.submit(score, program, form, options, folder))
+        for done in concurrent.futures.as_completed(running):
+            row = done.result()
+            if row and STOPPED not in row["note"]:
+                rows.append(row)
+                print(*(f"{row[c]}" for c in COLUMNS), sep="; ", flush=True)
+                (options.out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
+
+
 def arguments(given=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tool", choices=TOOLS, default="nsa")
@@ -223,17 +265,7 @@ def main(given=None):
     options.out.mkdir(parents=True, exist_ok=True)
     if options.pin:
         os.sched_setaffinity(0, {int(core) for core in options.pin.split(",")})
-    rows = []
-    with busy(options.load), concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        running = []
-        for program, form, i in jobs:
-            name = re.sub(r"\W+", "-", f"{program.name} {form}").strip("-")
-            folder = options.out / f"{name}-{options.tool}-{i}-{uuid.uuid4().hex[:6]}"
-            running.append(pool.submit(score, program, form, options, folder))
-        for done in concurrent.futures.as_completed(running):
-            rows.append(done.result())
-            print(*(f"{rows[-1][c]}" for c in COLUMNS), sep="; ", flush=True)
-            (options.out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+    rows = run_all(jobs, options)
     (options.out / "rows.txt").write_text(table(rows) + "\n")
     print(table(rows))
 

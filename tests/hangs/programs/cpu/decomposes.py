@@ -23,7 +23,7 @@ def main():
     seconds_of(400)
     size = 800
     if args.calls == "one":
-        size = int(1000 * (30 * SCALE / min(seconds_of(1000) for _ in range(2))) ** (1 / 3))
+        size = int(1000 * (30 * SCALE / min(seconds_of(1000) for _ in range(3))) ** (1 / 3))
     matrix = np.random.default_rng(1).random((size, size))
     print("quiet", flush=True)
     end = time.monotonic() + 25 * SCALE

@@ -53,7 +53,7 @@ def main():
     rank, device = join()
     model = nn.Linear(1024, 2048).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    for step in range(100):
+    for step in range(60):
         length = 250_000 if step == 40 and rank == 1 else 256
         loss = train_batch(model, optimizer, length, device)
         if step % 10 == 0 and rank == 0:

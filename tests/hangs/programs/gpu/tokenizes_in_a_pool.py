@@ -1,4 +1,4 @@
-# due: healthy; quiet: 45; ranks: 2; runs: --start fork | --start spawn; set: late
+# due: healthy; quiet: 45; ranks: 2; runs: --method fork | --method spawn; set: late
 # Rank 0 tokenizes with a pool of processes for 45 s and waits for it; the others wait in a
 # barrier.
 import argparse
@@ -42,7 +42,7 @@ def prepare(start):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--start", choices=("fork", "spawn"), default="fork")
+    parser.add_argument("--method", choices=("fork", "spawn"), default="fork")
     args = parser.parse_args()
     rank, device = join()
     for epoch in range(3):
@@ -50,7 +50,7 @@ def main():
         dist.all_reduce(x)
         if epoch == 1:
             if rank == 0:
-                print("vocabulary", prepare(args.start), flush=True)
+                print("vocabulary", prepare(args.method), flush=True)
             dist.barrier()
     print(f"rank {rank}: {x.mean().item():.3f}", flush=True)
     dist.destroy_process_group()
