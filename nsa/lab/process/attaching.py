@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab.process import procfs
-from nsa.lab.process.members import Members, first_of, is_python, ranks_of, variables
+from nsa.lab.process.members import RANKS, Members, first_of, is_python, ranks_of, variables
 from nsa.lab.process.observer import Counted, Observer
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.activity import LOOKS
@@ -98,19 +98,29 @@ def _found(pid: int, notes: list[str]) -> tuple[int, int]:
 
 
 def _launch_of(pid: int) -> int:
-    """The launcher above a rank: the highest above it that is Python, or starts ranks."""
-    while True:
+    """The launcher above a rank: the nearest that has ranks below it, or starts them by its name.
+
+    What started the launcher, as a script that begins several jobs, is none of the launch.
+    """
+    nearest = None
+    while not ranks_of(kernel.family({0: pid})) or _is_rank(pid):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             above = int(fields[1])
             name = Path(f"/proc/{above}/comm").read_text(errors="replace")
         except (OSError, ValueError):
+            break
+        launches = name.startswith(_LAUNCHERS)
+        if above <= 1 or above == os.getpid() or not (is_python(above) or launches):
+            break
+        pid, nearest = above, nearest or above
+        if launches:
             return pid
-        if above <= 1 or above == os.getpid():
-            return pid
-        if not (is_python(above) or name.startswith(_LAUNCHERS)):
-            return pid
-        pid = above
+    return pid if ranks_of(kernel.family({0: pid})) else nearest or pid
+
+
+def _is_rank(pid: int) -> bool:
+    return any(variables(pid).get(name, "").isdecimal() for name in RANKS)
 
 
 def _counters(pid: int, told: Mapping[str, str]) -> Path | None:

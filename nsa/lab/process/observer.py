@@ -31,6 +31,7 @@ from nsa.lab.watch.evidence import (
 
 EVERY_S = 0.25
 FAMILY_S = 1.0  # between two readings of all processes, while a rank rests
+ASK_S = 6.0  # between two questions to the processes themselves
 APART_S = 1.0  # between two looks, at least
 START_STALL_S = 10.0  # importing and building move nothing for long
 FRESH_S = 1.0  # whoever moved so recently moves
@@ -83,6 +84,7 @@ class Observer:
         self._look_at = 0.0  # not before this time
         self._looks = 0  # in this rest
         self._asked: dict[int, P] = {}  # how far the ranks had come when they were asked
+        self._ask_at = 0.0  # again, where nothing has moved: a send counts nowhere
         self._blind = False  # py-spy showed no stacks at the last look
 
     @property
@@ -158,9 +160,10 @@ class Observer:
         """A full snapshot of the family, with stacks; kept in evidence.snapshots."""
         ranks = {rank: counted.pid for rank, counted in self._live.items()}
         p = {rank: self._moved[rank][0] for rank in ranks if rank in self._moved}
-        again = self._looks in (0, 5) or self._blind or p != self._asked
+        again = not self._looks or self._blind or self.t >= self._ask_at or p != self._asked
         asked = self._ask() if again else []
-        self._asked = p
+        if again:
+            self._asked, self._ask_at = p, self.t + ASK_S
         starved = any(not self._beats(rank) for rank in self._live)
         native = native or (self._looks % 3 == 1 and (self.use is not None or starved))
         taken = kernel.snapshot(ranks, self._cookie, self.t, p)

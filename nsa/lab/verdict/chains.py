@@ -13,17 +13,23 @@ def main_of(graph: Graph, rank: int) -> Node | None:
 
 
 def root_of(graph: Graph, main: Node) -> Node:
-    """Whom the others wait for in the end: followed from process to process."""
+    """The end of the chain, followed from process to process, as far as these are the run's."""
     seen, node = {main[0]}, main
     while True:
         others = [*graph.everyone.get(node, ()), *graph.anyone.get(node, ())]
-        beyond = [other for other in others if other[0] not in seen]
+        beyond = [other for other in others if other[0] not in seen and is_own(graph, other)]
         if not beyond:
             return node
         pid = beyond[0][0]
         seen.add(pid)
         mains = [n for n, t in graph.threads.items() if n[0] == pid and t.main]
         node = next((other for other in beyond if other[0] == pid and other in mains), beyond[0])
+
+
+def is_own(graph: Graph, node: Node) -> bool:
+    """Its process belongs to a rank of the run, and is no launcher or stranger."""
+    process = graph.process(node)
+    return process is None or process.of >= 0
 
 
 def cycle_from(graph: Graph, start: Node) -> list[Node]:

@@ -30,6 +30,8 @@ _UNTIL = re.compile(r", for (at most )?another [\d.]+ s")
 _PINS = "torch/utils/data/_utils/pin_memory.py"
 # Threads of libraries that wake up now and then, and never do anything for the program.
 _HOUSEKEEPERS = ("tqdm/_monitor.py", "ipykernel/heartbeat.py", "wandb/sdk/internal/system")
+# Threads of C that serve whoever asks them, or only watch: torch's, CUDA's.
+_SERVICES = "pt_tcpstore", "pt_nccl_watchdg", "pt_nccl_heartbt", "cuda-EvtHandlr"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,12 @@ class Graph:
         if thread is None or thread.main or not thread.tid:
             return named
         return f"{named}, thread {thread.name or thread.tid}"
+
+    def lacking(self) -> set[Node]:
+        """Main threads in a collective that others have not called, or called another one."""
+        calls = [(rank, c) for rank, c in self.collectives.items() if c.missing or c.mismatch]
+        ranks = [process for rank, _ in calls if (process := self.snapshot.of(rank))]
+        return {(p.pid, main.tid) for p in ranks if (main := p.main())}
 
     def process(self, node: Node) -> Process | None:
         return self.snapshot.process(node[0])
@@ -178,8 +186,8 @@ def build(
         if process is not None and process.pid in mains:
             _in_collective(graph, mains, mains[process.pid], collective)
     for node, thread in graph.threads.items():
-        known = node in graph.free or node in graph.everyone or node in graph.anyone
-        if not known and thread.wait is not None:
+        known = node in graph.everyone or node in graph.anyone
+        if not known and thread.wait is not None and thread.wait.kind != "collective":
             graph.anyone[node] = [o for w in thread.wait.wakers for o in _wakers(graph, node, w)]
     return graph
 
@@ -223,6 +231,8 @@ def _exact(
 
 
 def _keeps_house(thread: Thread) -> bool:
+    if thread.name.startswith(_SERVICES):
+        return True
     starts = is_in(thread.frames, "multiprocessing/pool.py", "_handle_workers")
     return starts or any(mark in frame for frame in thread.frames for mark in _HOUSEKEEPERS)
 

@@ -40,10 +40,15 @@ class Seen:
     device_waits: Collection[Node]  # wait for a device, though that burns a processor
 
     def busy(self, chain: Sequence[Node]) -> list[Node]:
-        """Nodes of the chain that work: known to be waited for, or hard at work."""
+        """Nodes of the chain that work: known to be waited for, or hard at work.
+
+        Who burns a processor in a collective that others have not called does not.
+        """
+        lacks = self.graph.lacking()
         return [
             node
             for node in chain
+            if node not in lacks
             if self.graph.free.get(node) == "its progress moves"
             or node in self.much
             or (node in self.works and (self.graph.threads[node].main or node in self._named))

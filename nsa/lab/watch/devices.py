@@ -20,9 +20,10 @@ from nsa.lab.process import preflight
 
 EVERY_S = 1.0
 BUSY = 5.0  # percent of the time in which any kernel ran, from which a GPU counts as busy
-# Percent of their peak: what waits for another rank stays at 0.06 % of the memory's bandwidth and
-# 0.0 % of each of the others (two H100s).
-WORKS = {"dram": 0.3, "tensor": 0.1, "fp64": 0.1, "fp32": 0.1, "fp16": 0.1, "integer": 2.0}
+# Percent of their peak. Two H100s: what waits for another rank, or spins on a flag or a clock, has
+# 0.06 % of the memory's bandwidth, 1 % of the integer units and nothing of the others; a graph of
+# kernels of one block each has 0.05 % of fp32.
+WORKS = {"dram": 0.3, "tensor": 1e-3, "fp64": 1e-3, "fp32": 1e-3, "fp16": 1e-3, "integer": 3.0}
 MOVES_MIB = 1.0  # a second over NVLink
 WARM = 0.4  # of its power limit: spinning kernels take a fifth of it
 _NAMES = {"dram": "memory", "tensor": "tensor cores", "nvlink": "NVLink"}
