@@ -17,6 +17,7 @@ WORKS = 0.01  # of a core
 # bar or the refresher of a cache takes less
 MUCH = 0.1
 POLLS = 0.25  # of a core, which a poll takes at most
+LONG_S = 120.0  # a timer that is set for longer ends nothing soon
 BACK_OFF = 1.5  # a wait that grows so much from one question to the next comes to an end
 # Where a thread waits for its device, as C or Python names it, and where it compiles for one.
 _DEVICE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSync",
@@ -102,7 +103,7 @@ def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
     for number, look in enumerate(looks):
         for process in look.processes:
             for thread in process.threads:
-                if thread.wait is None or thread.wait.left_s is None:
+                if thread.wait is None or not 0 <= (thread.wait.left_s or -1.0) <= LONG_S:
                     continue
                 node, ends = (process.pid, thread.tid), look.t + thread.wait.left_s
                 state = _state(thread)
