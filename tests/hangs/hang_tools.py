@@ -114,7 +114,7 @@ class Attach(ByHand):
 
     def read(self, run):
         folder = str(run.folder / "attach")
-        command = [*self.start, "attach", "--all-ranks", "--folder", folder, str(run.process.pid)]
+        command = [*self.start, "attach", "--all-ranks", "--folder", folder, str(run.pid)]
         code, said = output(command, run.folder / "attach.txt")
         lines = said.split("\n")
         labels = list(VERDICT.finditer("\n".join(lines[:8])))
