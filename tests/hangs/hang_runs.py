@@ -17,6 +17,7 @@ import uuid
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MARKS = "fault", "quiet", "over"
+SHELL = "sh", "-c", '"$@"; exit $?', "sh"  # as users have one above; tools climb no further
 LAST_TO_END = "resource_tracker", "torch_shm_manager"  # they take away what the others leave
 
 
@@ -50,7 +51,7 @@ class Run:
 
     def __init__(self, command, folder, environment):
         self.folder = pathlib.Path(folder)
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.place = tempfile.mkdtemp(prefix="hang-")
         self.mark = uuid.uuid4().hex
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -59,7 +60,7 @@ class Run:
         self.started = time.monotonic()
         with open(self.folder / "out.txt", "w") as out, open(self.folder / "err.txt", "w") as err:
             self.process = subprocess.Popen(
-                command,
+                [*SHELL, *command],
                 cwd=self.place,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment, **ours},
                 stdin=subprocess.DEVNULL,
@@ -83,6 +84,11 @@ class Run:
     def err(self):
         return text(self.folder / "err.txt")
 
+    @property
+    def pid(self):
+        """The command's own process, below the shell, or None once it has ended."""
+        return next((pid for pid, above in parents().items() if above == self.process.pid), None)
+
     def family(self):
         """Returns the processes that live of all that it started, its own first."""
         above = parents()
@@ -101,12 +107,11 @@ class Run:
         return sorted(members, key=lambda pid: (pid != self.process.pid, pid))
 
     def end(self, patience=5.0):
-        """Asks the first process to end, waits, and kills by pid what of the family still lives."""
-        with contextlib.suppress(ProcessLookupError):
-            if self.process.poll() is None:
-                self.process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(patience)
+        """Asks the command to end, waits, and kills by pid what of the family still lives."""
+        if pid := self.pid:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.kill(pid, signal.SIGTERM)
+                self.process.wait(patience)
         for attempt in range(60):
             members = self.family()
             if not members:

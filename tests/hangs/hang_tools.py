@@ -114,7 +114,7 @@ class Attach(ByHand):
 
     def read(self, run):
         folder = str(run.folder / "attach")
-        command = [*self.start, "attach", "--all-ranks", "--folder", folder, str(run.process.pid)]
+        command = [*self.start, "attach", "--all-ranks", "--folder", folder, str(run.pid)]
         code, said = output(command, run.folder / "attach.txt")
         lines = said.split("\n")
         labels = list(VERDICT.finditer("\n".join(lines[:8])))
@@ -156,14 +156,15 @@ def recorded(folder):
 
 
 def traced(run):
-    """Returns what torchfrtrace says of a run's dumps, or nothing where there are none."""
+    """Returns what torchfrtrace says of a run's dumps, without those that it only expects."""
     dumps = run.folder / "dumps"
     if not any(dumps.iterdir()):
         return ""
     module = "torch.distributed.flight_recorder.fr_trace"
     command = [sys.executable, "-m", module, str(dumps), "-p", "rank_"]
     path = run.folder / "fr_trace.txt"
-    return output([*command, "--allow-incomplete-ranks", "--print_stack_trace"], path)[1]
+    said = output([*command, "--allow-incomplete-ranks", "--print_stack_trace"], path)[1]
+    return re.sub(r"(?m)^expected ranks:.*$", "", said)
 
 
 class FlightRecorder(ByHand):

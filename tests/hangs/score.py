@@ -84,6 +84,7 @@ def score(program, form, options, folder):
     fault = run.marks.get("fault")
     heads = "\n".join(each.head for each in (told[-1:] or tool.told[-1:]))
     words = set(re.findall(r"\w+", heads))
+    ranks = sorted(named_ranks(heads))
     row = {
         "program": f"{program.name} {form}".strip(),
         "group": program.group,
@@ -96,7 +97,8 @@ def score(program, form, options, folder):
         "seconds": round(told[0].at - fault, 1) if told and fault else None,
         "within": program.within,
         "line": bool(words & set(program.lines)) if program.lines else None,
-        "rank": bool(named_ranks(heads) & set(program.guilty)) if program.guilty else None,
+        "rank": bool(set(ranks) & set(program.guilty)) if program.guilty else None,
+        "ranks": ranks,
         "right": any(is_due(each.label, program.due) for each in told),
         "withdrawn": withdrawn,
         "load": options.load,

@@ -168,6 +168,15 @@ def test_what_is_withdrawn_and_what_is_never_told_is_counted(tmp_path, monkeypat
     assert "0 of 1 told, 0 in time" in said and "0 of 2 accused" in said
 
 
+@pytest.mark.processes
+@pytest.mark.real_starts
+@pytest.mark.parametrize("tool", ["torch", "frtrace"])
+def test_tools_that_read_dumps_find_nothing_in_a_healthy_program(tmp_path, monkeypatch, tool):
+    monkeypatch.setenv("HANGS_SCALE", "0.1")
+    row = scored(tmp_path, "none", "polls_for_a_file", "--tool", tool)["polls_for_a_file --every 1"]
+    assert row["valid"] and not row["told"], row
+
+
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.real_starts
