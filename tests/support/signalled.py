@@ -1,7 +1,7 @@
 """A program that is sent signals at random moments: `signalled.py KIND FILE`.
 
-KIND: "count", whose handlers count; "raise", whose handlers raise what the program catches; "agent",
-where torchrun's agent has the handlers. FILE holds the cells below, which the sender reads.
+KIND: "count", whose handlers count; "raise", whose handlers raise what the program catches;
+"agent", where torchrun's agent has the handlers. FILE holds the cells below, for the sender.
 """
 
 import mmap
@@ -96,8 +96,9 @@ def agent():
 
     PContext.start = started
     while not cells[STOP]:
-        config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-                              local_addr="127.0.0.1", max_restarts=0, monitor_interval=0.05)  # fmt: skip
+        here = {"rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+        rest = {"rdzv_backend": "c10d", "max_restarts": 0, "monitor_interval": 0.05}
+        config = LaunchConfig(1, 1, 2, **here, **rest)
         try:
             elastic_launch(config, "sleep")("600")
         except SignalException:

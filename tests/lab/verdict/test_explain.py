@@ -54,7 +54,7 @@ def test_the_first_line_says_what_happened_in_plain_words_with_the_users_line():
         "ranks": "STALLED for 18 s: rank 1 waits in all_reduce at train.py:40 step for rank 0, "
                  "which is in\n  upload.py:12 put (reads from 10.0.0.7:443, "
                  "somebody who is not observed)",
-        "busy": "SLOW, not counted: worker 4121 of rank 0 computes, at bleu.py:8 score",
+        "busy": "SLOW for 18 s, not counted: worker 4121 of rank 0 computes, at bleu.py:8 score",
         "no ptrace": "STALLED for 18 s: rank 0 reads a socket to 10.0.0.7:443 "
                      "(somebody who is not observed)",
         "nothing": "INCONCLUSIVE: nothing was seen",

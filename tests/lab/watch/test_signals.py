@@ -13,7 +13,7 @@ from places import SUPPORT
 from processes import environment_with_package
 from signalled import CAUGHT, CELLS, HANDLED, PID, RAISED, READY, SIGNALS, STOP
 
-from nsa.lab.watch import inside
+from nsa.lab.watch import inside, progress
 
 WITHIN_S = 60.0  # a handler runs, at any load
 pytestmark = pytest.mark.processes
@@ -57,7 +57,8 @@ def sent(folder, kind, count, *, watched=True, python=sys.executable, seed=0):
                 if kind != "agent":
                     # A handler may raise where another one begins, which then does nothing.
                     one_of_two = kind == "raise" and many == 2
-                    got = wait(lambda n=handled + many: cells[HANDLED] == n, 2 if one_of_two else WITHIN_S)
+                    within_s = 2.0 if one_of_two else WITHIN_S
+                    got = wait(lambda n=handled + many: cells[HANDLED] == n, within_s)
                     lost += not (got or (one_of_two and cells[HANDLED] == handled + 1))
                 if kind == "agent" or cells[RAISED] > raised:
                     lost += not wait(lambda before=caught: cells[CAUGHT] > before)
@@ -69,9 +70,35 @@ def sent(folder, kind, count, *, watched=True, python=sys.executable, seed=0):
             process.wait(timeout=WITHIN_S)
         finally:
             process.kill()
-    errors = [one.read_text() for one in folder.glob("error-*.txt")]
+    text, errors = told.read_text(), [one.read_text() for one in folder.glob("error-*.txt")]
+    counted = [progress.cells_of(one) for one in folder.glob("progress-*.bin")]
     return SimpleNamespace(
-        sent=number, handled=cells[HANDLED], raised=cells[RAISED], caught=cells[CAUGHT], lost=lost,
-        ignored=told.read_text().count("Exception ignored"), told=told.read_text(), errors=errors, code=process.returncode,
-        counts=len(list(folder.glob("progress-*.bin"))),
-    )  # fmt: skip
+        sent=number,
+        lost=lost,
+        ignored=text.count("Exception ignored"),
+        well=process.returncode == 0 and text.endswith("stopped\n") and not errors,
+        steps=max((cells[progress.STEP] for cells in counted), default=None),
+    )
+
+
+def check(found, kind):
+    """None was lost, of none what its handler raised; and the program went on and was counted."""
+    print(kind, found)
+    assert (found.lost, found.ignored, found.well) == (0, 0, True)
+    if found.steps is not None:
+        assert found.steps >= (-1 if kind == "agent" else 10)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("raise", 40), ("count", 17), ("agent", 3)])
+def test_none_of_some_is_lost(tmp_path, kind, count):
+    check(sent(tmp_path, kind, count), kind)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "count"), [("raise", 500), ("count", 350), ("agent", 150)])
+def test_none_of_a_thousand_is_lost(tmp_path, kind, count):
+    """Of the interpreter in NSA_TEST_PYTHON, which has a torch, or of this one."""
+    python = os.environ.get("NSA_TEST_PYTHON", sys.executable)
+    for watched in (False, True):
+        folder = tmp_path / str(watched)
+        check(sent(folder, kind, count, watched=watched, python=python, seed=1), kind)
