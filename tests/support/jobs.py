@@ -282,5 +282,5 @@ class Job:
             "time_discovered_completed_ns": call.made if state == "completed" else None,
             "retired": state == "completed", "timeout_ms": 600000,
             "is_p2p": call.peer is not None,
-            "frames": [{"name": "step", "filename": "/home/me/train.py", "line": 40}],
+            "frames": [{"name": "step", "filename": "/me/train.py", "line": 40}],
         }  # fmt: skip

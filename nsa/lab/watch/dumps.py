@@ -123,16 +123,15 @@ def _drained(flights: dict[int, Rows], dumps: Mapping[int, Mapping[str, Any]]) -
 
     A dump of open calls alone has none of that group then, as if its rank had never come so far.
     Its status has the last number of each of its groups, under keys that hold in that process
-    alone: some of those that none of its calls uses is this group's. If one has got beyond what a
-    peer is in, within what that peer has called, and none stands just before, it is that.
+    alone, so one of them is this group's. If some have got beyond what a peer is in, within what
+    that peer has called, and none stands just before, it is one of those.
     """
     first: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    mixed = {row["group"] for rows in flights.values() for row in rows if row["p2p"]}
     for rank, rows in flights.items():
         keys = {str(e["process_group"][0]): e.get("pg_id") for e in dumps[rank].get("entries", ())}
         mine: dict[str, Rows] = {}
         for row in rows:
-            if row["seq"] is not None and row.get("ranks") and row["group"] not in mixed:
+            if row["seq"] is not None and row.get("ranks") and not row["p2p"]:
                 mine.setdefault(row["group"], []).append(row)
         for group, calls in mine.items():
             status = dumps[rank].get("pg_status", {}).get(str(keys[group]), {})
@@ -140,21 +139,17 @@ def _drained(flights: dict[int, Rows], dumps: Mapping[int, Mapping[str, Any]]) -
             if status.get("last_completed_collective") == calls[0]["seq"] - 1:
                 first.setdefault(group, []).append((calls[0]["seq"], calls[-1]))
     for rank, rows in flights.items():
-        used = {str(entry.get("pg_id")) for entry in dumps[rank].get("entries") or ()}
-        status = dumps[rank].get("pg_status") or {}
-        ends = {
-            one.get("last_enqueued_collective")
-            for key, one in status.items()
-            if str(key) not in used
-            and one.get("last_enqueued_collective") == one.get("last_completed_collective")
-        }
+        told = (dumps[rank].get("pg_status") or {}).values()
+        numbers = [(one.get("last_enqueued_collective"), one.get("last_completed_collective"))
+                   for one in told]  # fmt: skip
+        ends = {called for called, ended in numbers if called == ended and called is not None}
         here = {row["group"] for row in rows}
         for group, peers in first.items():
             begin, last = min(n for n, _ in peers), max((row for _, row in peers), key=_number)
-            beyond = [n for n in ends if n is not None and begin <= n <= last["seq"]]
+            beyond = [n for n in ends if begin <= n <= last["seq"]]
             if group not in here and rank in last["ranks"] and beyond and begin - 1 not in ends:
-                told = {"sizes": None, "out_sizes": None, "dtypes": None, "frames": [], "id": None}
-                rows.append({**last, **told, "seq": max(beyond), "state": "completed"})
+                bare = {"sizes": None, "out_sizes": None, "dtypes": None, "frames": [], "id": None}
+                rows.append({**last, **bare, "seq": max(beyond), "state": "completed"})
 
 
 def _number(row: Mapping[str, Any]) -> int:

@@ -111,6 +111,12 @@ def test_who_has_completed_all_of_a_group_is_told_from_its_status(ended, seqs, t
     rows = read(tmp_path).flights[1]
     assert [row["seq"] for row in rows] == seqs
     assert all(row["state"] == "completed" for row in rows)
+    # nothing is added for who has open calls of its own there, and for who is no member
+    put(tmp_path / "_dump_1", dump(calls[2], pg_status={"0": status(52, 51), "5": status(52, 52)}))
+    put(tmp_path / "_dump_9", dump(pg_status={"5": ended}))
+    told = read(tmp_path)
+    assert [row["state"] for row in told.flights[1]] == ["scheduled"] and told.flights[9] == []
+    put(tmp_path / "_dump_1", dump(pg_status={"5": ended}))
     # where older open calls have been dropped, nothing can be told of the others
     put(tmp_path / "_dump_0", dump(*calls, pg_status={"0": status(52, 30)}))
     assert read(tmp_path).flights[1] == []
