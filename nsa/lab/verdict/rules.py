@@ -220,8 +220,8 @@ def _stands(evidence: Evidence) -> Verdict | None:
         return None
     rest, (kind, rule) = found.rest, _STATES[found.state]
     because = [*found.because, *_rested(rest)]
-    asked = idle(evidence.snapshots[-1].of(rest.rank), rest.p) if kind == "STALLED" else ""
-    if asked:
+    quiet = found.state in ("waiting", "timer")
+    if quiet and (asked := idle(evidence.snapshots[-1].of(rest.rank), rest.p)):
         because.insert(0, f"rank {rest.rank} {asked}")
         return Verdict("INCONCLUSIVE", "idle", "waits to be asked", because, line=found.line)
     if evidence.end is not None and evidence.end.type == "deadline":
