@@ -19,7 +19,7 @@ from nsa.lab.verdict.collectives import unlike
 from nsa.lab.verdict.idle import idle
 from nsa.lab.verdict.pace import moves, pace
 from nsa.lab.verdict.stalls import Rest, Stall, bound_s, named, place_of, rests, stall
-from nsa.lab.verdict.standing import cut_short, remembered, standing
+from nsa.lab.verdict.standing import cut_short, remembered, standing, without_timers
 from nsa.lab.watch.evidence import OUTSIDE, Evidence
 
 KINDS = (
@@ -145,7 +145,7 @@ def _ended(evidence: Evidence) -> Verdict | None:
     frames = [f"{file}:{line} {name}" for file, line, name in _FRAME.findall(end.traceback)]
     place = place_of(frames[::-1])
     if not place and evidence.samples:
-        place = evidence.last(end.first_rank or 0).phase
+        place = evidence.last(end.first_rank or 0).phase.replace(OUTSIDE, "")
     if place:
         because.append(f"at {place}")
     return Verdict("CRASH", what, UNDONE, because, place)
@@ -219,7 +219,9 @@ def _stands(evidence: Evidence) -> Verdict | None:
     if found is None:
         return None
     rest, (kind, rule) = found.rest, _STATES[found.state]
-    because = [*found.because, *_rested(rest)]
+    because, edges = [*found.because, *_rested(rest)], found.edges
+    if kind == "HANG":
+        because, edges = without_timers(because, edges)
     quiet = found.state in ("waiting", "timer")
     if quiet and (asked := idle(evidence.snapshots[-1].of(rest.rank), rest.p)):
         because.insert(0, f"rank {rest.rank} {asked}")
@@ -230,16 +232,12 @@ def _stands(evidence: Evidence) -> Verdict | None:
     numbers = {
         **{"rank": rest.rank, "step": rest.p.step, "rested_s": rest.seconds, "since_s": rest.since},
         **{"p": str(rest.p), "where": found.where, "pid": found.pid, "left_s": found.left_s},
-        **{
-            "longest_s": rest.longest,
-            "bound_s": bound_s(rest),
-            "late": _is_late(evidence),
-        },
+        **{"longest_s": rest.longest, "bound_s": bound_s(rest), "late": _is_late(evidence)},
     }
     phase = "" if rest.p.phase == OUTSIDE else rest.p.phase
     place = ", ".join(filter(None, (phase, named(found.line))))
     return Verdict(kind, found.what, rule, because, place, numbers, line=found.line,
-                   edges=found.edges, unknown=found.unknown, settle=_settle(found))  # fmt: skip
+                   edges=edges, unknown=found.unknown, settle=_settle(found))  # fmt: skip
 
 
 def _settle(found: Stall) -> list[str]:
