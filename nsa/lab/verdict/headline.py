@@ -29,8 +29,11 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
             rested = max(map(evidence.frozen_s, evidence.ranks()), default=0.0)
         kind += f" for {seconds(rested)}" if rested else ""
         kind += ", not counted" if verdict.kind == "SLOW" else ""
-    said = clipped(said, 3 * WIDTH)  # the user's line stands among the first five in any case
-    if verdict.line and verdict.line not in said:
+    said = clipped(said, 3 * WIDTH)
+    at = said.find(verdict.line) if verdict.line in said else len(said)
+    if verdict.line and at > WIDTH:
+        said = f"at {verdict.line}: {said}"  # first in any case
+    elif verdict.line and verdict.line not in said:
         who = numbers.get("where", "")
         named = who and verdict.edges and not said.startswith(who)
         said += f"; {who} is at " if named else ", at "

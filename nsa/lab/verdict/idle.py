@@ -19,6 +19,8 @@ _LOOPS = "asyncio/base_events.py", "uvloop", "trio/_core", "selectors.py", "zmq/
 def idle(process: Process | None, p: P) -> str:
     """For what the main thread of a rank waits to be asked, in words; "" where it does not.
 
+    Asked only of a wait that something outside may end, directly or through other threads.
+
     A prompt at a terminal; or an event loop or server in which no frame of the user's own is under
     way. A loop that the user's code runs is one only where it serves, or before any step began:
     within a training it waits for an answer.
@@ -32,7 +34,7 @@ def idle(process: Process | None, p: P) -> str:
     frames = thread.frames
     own = next((number for number, frame in enumerate(frames) if is_users(frame)), len(frames))
     inner = frames[:own]
-    if not wait.outside or not _is_loop(inner):
+    if not _is_loop(inner):
         return ""
     serves = _listens(thread) or any(mark in frame for mark in _SERVES for frame in inner)
     if serves or (own == len(frames) and p.step < 0):

@@ -20,7 +20,7 @@ from nsa.lab.verdict.idle import idle
 from nsa.lab.verdict.pace import moves, pace
 from nsa.lab.verdict.rests import Rest, bound_s, rests
 from nsa.lab.verdict.stalls import Stall, named, place_of, stall
-from nsa.lab.verdict.standing import cut_short, remembered, standing
+from nsa.lab.verdict.standing import cut_short, remembered, standing, without_timers
 from nsa.lab.watch.evidence import OUTSIDE, Evidence
 
 KINDS = (
@@ -146,7 +146,7 @@ def _ended(evidence: Evidence) -> Verdict | None:
     frames = [f"{file}:{line} {name}" for file, line, name in _FRAME.findall(end.traceback)]
     place = place_of(frames[::-1])
     if not place and evidence.samples:
-        place = evidence.last(end.first_rank or 0).phase
+        place = evidence.last(end.first_rank or 0).phase.replace(OUTSIDE, "")
     if place:
         because.append(f"at {place}")
     return Verdict("CRASH", what, UNDONE, because, place)
@@ -220,9 +220,11 @@ def _stands(evidence: Evidence) -> Verdict | None:
     if found is None:
         return None
     rest, (kind, rule) = found.rest, _STATES[found.state]
-    because = [*found.because, *_rested(rest)]
-    asked = idle(evidence.snapshots[-1].of(rest.rank), rest.p) if kind == "STALLED" else ""
-    if asked:
+    because, edges = [*found.because, *_rested(rest)], found.edges
+    if kind == "HANG":
+        because, edges = without_timers(because, edges)
+    quiet = found.state in ("waiting", "timer")
+    if quiet and (asked := idle(evidence.snapshots[-1].of(rest.rank), rest.p)):
         because.insert(0, f"rank {rest.rank} {asked}")
         return Verdict("INCONCLUSIVE", "idle", "waits to be asked", because, line=found.line)
     if evidence.end is not None and evidence.end.type == "deadline":
@@ -231,16 +233,12 @@ def _stands(evidence: Evidence) -> Verdict | None:
     numbers = {
         **{"rank": rest.rank, "step": rest.p.step, "rested_s": rest.seconds, "since_s": rest.since},
         **{"p": str(rest.p), "where": found.where, "pid": found.pid, "left_s": found.left_s},
-        **{
-            "longest_s": rest.longest,
-            "bound_s": bound_s(rest),
-            "late": _is_late(evidence),
-        },
+        **{"longest_s": rest.longest, "bound_s": bound_s(rest), "late": _is_late(evidence)},
     }
     phase = "" if rest.p.phase == OUTSIDE else rest.p.phase
     place = ", ".join(filter(None, (phase, named(found.line))))
     return Verdict(kind, found.what, rule, because, place, numbers, line=found.line,
-                   edges=found.edges, unknown=found.unknown, settle=_settle(found))  # fmt: skip
+                   edges=edges, unknown=found.unknown, settle=_settle(found))  # fmt: skip
 
 
 def _settle(found: Stall) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from nsa.lab.watch.evidence import Evidence
 
+_TIMER = re.compile(r", for (?:at most )?another [\d.]+ s")
 BY = "ended by "  # how the message of an End begins that a signal brought
 
 
@@ -28,3 +31,11 @@ def remembered(told: dict[str, Any]) -> dict[str, Any]:
     numbers = {name: told[name] for name in names if told.get(name) is not None}
     said = {"rule": "as it was told before it was ended", "because": told.get("because", ())}
     return {"kind": kind, "what": what, "line": told["line"], "numbers": numbers, **said}
+
+
+def without_timers(
+    because: Sequence[str], edges: Sequence[dict[str, Any]]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """The same words without how long a timer runs: in what can never end it only asks again."""
+    told = [{**edge, "text": _TIMER.sub("", edge["text"])} for edge in edges]
+    return [_TIMER.sub("", one) for one in because], told

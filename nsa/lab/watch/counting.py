@@ -9,8 +9,7 @@ import operator
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from itertools import repeat
 from typing import Any
@@ -129,7 +128,7 @@ def _ended(progress: Progress, output: Any) -> None:
     cells[MODULES] += 1
     if not cells[MODULES] & 15:
         progress.mark()
-    if progress.outputs is not None:
+    if progress.outputs is not None and not progress.firing:
         progress.outputs.add(output)
 
 
@@ -229,18 +228,25 @@ def backwards(progress: Progress) -> list[Undo]:
         def counted(*args: Any, **options: Any) -> Any:
             if is_compiling():
                 return plain(*args, **options)
+            counts = None
             try:
-                if counted.over or not progress.fine:
-                    return plain(*args, **options)
-                given = args[0] if args else options.get(roots, ())
-                given = [given] if isinstance(given, Tensor) else list(given)
-                # By their place, too, as Tensor.backward gives them.
-                keeps = [*args[kept : kept + 2], *map(options.get, KEEPS)]
-                with backward(given, progress, retained=any(keeps)):
-                    return plain(*args, **options)
+                if progress.fine and not counted.over:
+                    given = args[0] if args else options.get(roots, ())
+                    given = [given] if isinstance(given, Tensor) else list(given)
+                    # By their place, too, as Tensor.backward gives them.
+                    keeps = [*args[kept : kept + 2], *map(options.get, KEEPS)]
+                    counts = Backward(progress, retained=any(keeps))
+                    counts.begin(given)
+                found = plain(*args, **options)
+                if counts is not None:
+                    counts.done()
+                return found
             except BaseException as error:
                 raise_on(error)
                 raise
+            finally:
+                if counts is not None:
+                    counts.end()
 
         return counted
 
@@ -277,46 +283,52 @@ def raise_on(error: BaseException) -> None:
     error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
 
 
-@contextmanager
-def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False) -> Iterator[None]:
-    """Around a backward from `roots`: its nodes are counted as they are about to run.
+class Backward:
+    """A backward whose nodes are counted as they are about to run: try, `begin`, run it, `done`,
+    and `end` in any case.
 
     A short one by modules' outputs where these lie every few nodes: see `Outputs`. Else the graph
     is walked, and of more than MOST_HOOKS nodes every n-th is counted, for n. Gradient accumulators
     are not: they outlive the graph. Nodes that a backward leaves out count as run when it has
     ended.
+
+    No generator: one that is dropped runs its end where a signal's exception is lost.
     """
-    cells = progress.cells
-    phase = PHASES[cells[PHASE]]
-    progress.guess("backward")
-    first, before_it = cells[FIRED], cells[TOTAL]
-    # None inside another backward, which recomputes what it needs.
-    outputs, progress.outputs = progress.outputs, None
-    made = outputs.begin() if outputs is not None else 0
-    progress.backwards += 1
-    handles, depth = [], len(progress.firing)
-    if made:
-        cells[TOTAL] = before_it + made
-        firing = outputs.firing
-    else:
-        nodes = _nodes(roots, cells)
-        cells[TOTAL] = before_it + len(nodes)
-        firing, handles = _hooked(nodes, progress)
-        del nodes
-    try:
+
+    def __init__(self, progress: Progress, *, retained: bool = False) -> None:
+        cells = progress.cells
+        self._progress, self._retained = progress, retained
+        self._phase, self._fired, self._total = PHASES[cells[PHASE]], cells[FIRED], cells[TOTAL]
+        self._depth, self._handles = len(progress.firing), list[Any]()
+        # None inside another backward, which recomputes what it needs.
+        self._outputs: Outputs | None = None if progress.firing else progress.outputs
+
+    def begin(self, roots: Sequence[Any]) -> None:
+        progress, cells, outputs = self._progress, self._progress.cells, self._outputs
+        progress.guess("backward")
+        progress.backwards += 1
+        if outputs is not None and (made := outputs.begin()):
+            cells[TOTAL], firing = self._total + made, outputs.firing
+        else:
+            nodes = _nodes(roots, cells)
+            cells[TOTAL] = self._total + len(nodes)
+            firing, self._handles = _hooked(nodes, progress)
         progress.firing.append(firing)
-        yield
-        cells[FIRED] = first + cells[TOTAL] - before_it
-    finally:
-        del progress.firing[depth:]
+
+    def done(self) -> None:
+        self._progress.cells[FIRED] = self._fired + self._progress.cells[TOTAL] - self._total
+
+    def end(self) -> None:
+        progress = self._progress
+        del progress.firing[self._depth :]
         for outer in progress.firing:
-            outer.shift(cells[TOTAL] - before_it)
-        if outputs is not None:
-            outputs.end()
-        if retained:  # they would count again
-            for handle in handles:
+            outer.shift(progress.cells[TOTAL] - self._total)
+        if self._outputs is not None:
+            self._outputs.end()
+        if self._retained:  # they would count again
+            for handle in self._handles:
                 handle.remove()
-        progress.guess(phase if phase == "backward" else "other")
+        progress.guess(self._phase if self._phase == "backward" else "other")
 
 
 def _hooked(nodes: Sequence[Any], progress: Progress) -> tuple[Firing, list[Any]]:

@@ -49,8 +49,8 @@ def waits() -> list[dict[str, Any]]:
     tid and thread, its name; line, "file:line function" that waits; what, the kind of what it waits
     for, and name, the expression for it in the source; timed, whether it will give up by itself;
     holders, tids of those that hold it, or that will end it where only they can, and held_at, where
-    these stand; by, how they were found, and sure, whether that leaves no doubt. No holders: nobody
-    was found, which does not mean that there is none.
+    those stand that hold it; by, how they were found, and sure, whether that leaves no doubt. No
+    holders: nobody was found, which does not mean that there is none.
     """
     return _Reading().waits()
 
@@ -157,23 +157,24 @@ class _Reading:
     def _of_library(self, library: Stack, wait: dict[str, Any]) -> dict[str, Any] | None:
         inner, outer = library[0], library[-1]
         function, mine = inner.f_code.co_name, inner.f_locals.get("self")
-        kind = type(outer.f_locals.get("self")).__name__
+        owner = outer.f_locals.get("self")
+        kind = "" if owner is None else type(owner).__name__
         wait |= {"what": kind, "object": None, "held_by": [], "by": "", "sure": True}
         if _module(inner) in ("importlib._bootstrap", "_frozen_importlib"):
             owner = _held(mine, "owner")
             if function != "acquire" or owner is None:
                 return None
-            what = {"what": "import", "name": _held(mine, "name"), "held_by": [owner]}
+            what = {"what": "the import of", "name": _held(mine, "name"), "held_by": [owner]}
             return wait | what | {"by": "the owner of the module's lock"}
         if function == "_shutdown":
             alive = [i for i, t in self._threads.items() if not _held(t, "_daemonic")]
             alive = [i for i in alive if i != threading.main_thread().ident]
-            what = {"what": "shutdown", "name": "threads that are not daemons"}
+            what = {"what": "the end of", "name": "threads that are not daemons", "held_at": [""]}
             return wait | what | {"held_by": alive, "by": "threading joins them at the end"}
         if function in ("join", "_wait_for_tstate_lock"):
             ident = _held(mine, "_ident")
             name = wait["name"] or _held(mine, "_name")
-            what = {"what": "join", "name": name, "held_by": [ident or 0]}
+            what = {"what": "the end of", "name": name, "held_by": [ident or 0], "held_at": [""]}
             return wait | what | {"by": "join() waits for that thread's end"}
         asks = self._line_text(inner)
         if function in ("__enter__", "_acquire_restore") or "_acquire_restore" in asks:
@@ -187,6 +188,7 @@ class _Reading:
             future = outer.f_locals["self"]
             at = [i for i, stack in self._stacks.items() if _works_for(stack, future)]
             wait |= {"held_by": at, "by": "the thread that computes it" if at else ""}
+            wait["held_at"] = [""]
         return wait
 
     def _of_program(self, stack: Stack) -> dict[str, Any] | None:

@@ -141,7 +141,7 @@ class Progress:
         self.cells[MAIN_THREAD] = threading.main_thread().ident or 0
         self.cells[VERSION] = LAYOUT
         self.told = False  # somebody names the phases: then none is guessed
-        self.outputs: Any = None  # of modules, while they are counted and no backward runs
+        self.outputs: Any = None  # of modules, while backwards are counted
         self.fine = True  # modules and backwards are counted
         self.passed = 0  # modules of the steps before this one
         self.backwards = 0  # under way or over
@@ -235,9 +235,16 @@ class Progress:
         """loss.backward(...), whose nodes are counted, also where nothing is attached."""
         from nsa.lab.watch import counting
 
-        counted = self._counts_backwards
-        with contextlib.nullcontext() if counted else counting.backward([loss], self):
+        if self._counts_backwards:
             loss.backward(*args, **options)
+            return
+        counts = counting.Backward(self)
+        try:
+            counts.begin([loss])
+            loss.backward(*args, **options)
+            counts.done()
+        finally:
+            counts.end()
 
     def event(self) -> None:
         """Something was done; on a GPU it counts when the device has come that far."""

@@ -100,9 +100,8 @@ class Reader:
             return Wait("lock", text, ((self.pid, 0),), left_s=left)
         mappers = self.holders.mappers(key)
         what = file_name(name) or "shared memory"
-        text = (
-            f"waits for a lock or semaphore in {what}, which {self.ends.names(mappers)} can release"
-        )
+        who = self.ends.names(mappers)
+        text = f"waits for a lock or semaphore that {who} can release (in {what})"
         return self.ends.by("semaphore", until(text, left), mappers, left)
 
     def futex_many(self, call: Call) -> Wait:

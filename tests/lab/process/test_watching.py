@@ -106,6 +106,26 @@ def test_a_lock_taken_twice_is_told_at_its_line_and_the_program_runs_on(started,
     assert STUCK_AT in err and "report.txt" in err
 
 
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_what_stood_stays_when_the_user_ends_it(started, tmp_path, send):
+    """Though the signal itself moves it, and the watcher gets it too."""
+    options = ["--inside", "off", "--stall-s", 1, "--folder", "seen"]
+    process = started("watch", *options, "--", sys.executable, "script.py", start_new_session=True)
+    file = tmp_path / "seen" / "verdict.json"
+    wait_for(process, lambda: file.is_file() and verdict_in(file.parent).kind == "HANG")
+    send(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    said = "ended by you (SIGINT) while: HANG: rank 0 waits"
+    assert err.splitlines()[-1].startswith(f"nsa watch: {said}") and STUCK_AT in err
+    assert "withdrawn" not in err and err.count("KeyboardInterrupt") == 1
+    page = (tmp_path / "seen" / "report.txt").read_text()
+    assert page.startswith(said) and "Who waits for whom" in page
+    assert verdict_in(tmp_path / "seen").kind == "HANG"
+    again = started("explain", tmp_path / "seen", "--again")
+    assert again.communicate(timeout=60)[0].startswith(said)
+
+
 def test_the_program_goes_on_when_the_watcher_is_killed(started, tmp_path):
     process = started("watch", "--", sys.executable, "script.py")
     wait_until_there(tmp_path / "began", process)
@@ -196,6 +216,34 @@ def test_what_works_is_not_called_still():
         finally:
             process.kill()
     assert verdict.label == "SLOW:uncounted"
+
+
+def test_a_server_that_waits_to_be_asked_is_idle_and_nothing_is_wrong(started):
+    command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            time.sleep(1)
+            looked = started("attach", process.pid, "--seconds", 2)
+            out, _ = looked.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert looked.returncode == 0
+    assert out.startswith("it is idle: rank 0 waits for the next request")
+
+
+@pytest.mark.slow
+def test_a_kernel_of_jupyter_without_a_cell_is_idle(tmp_path):
+    file = tmp_path / "kernel.json"
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", file]
+    null = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=null, stderr=null) as process:
+        try:
+            wait_until_there(file, process)
+            time.sleep(3)
+            _, verdict = attach(process.pid, seconds=3)
+        finally:
+            process.kill()
+    assert verdict.label == "INCONCLUSIVE:idle"
 
 
 def test_a_process_that_runs_no_python_is_looked_at_too():
