@@ -248,9 +248,13 @@ class _Watcher:
         """Of the observer: something stands still, or moves again."""
         if report is not self.evidence.reports[-1]:
             return  # another took its place
-        if self._ends() and report["withdrawn"] is not None:
-            report["withdrawn"] = None  # the signal's own doing
-            return
+        if self._ends():  # what changes now is the signal's own doing, py-spy's end as well
+            if report["withdrawn"] is not None:
+                report["withdrawn"] = None
+                return
+            if len(self.evidence.reports) > 1 and self.evidence.reports[-2]["withdrawn"] is None:
+                del self.evidence.reports[-1]
+                return
         if report["withdrawn"] is not None:
             since = report["withdrawn"] - report["t"] + (report.get("rested_s") or 0)
             moves = self.observer.rest_s() < since
