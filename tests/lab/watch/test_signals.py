@@ -83,16 +83,16 @@ def sent(folder, kind, count, *, watched=True, python=sys.executable, seed=0):
 
 
 def check(found, kind):
-    """None was lost, of none what its handler raised; and the program went on and was counted."""
+    """None was lost, of none what its handler raised; and the program went on."""
     print(kind, found)
     assert (found.lost, found.ignored, found.well) == (0, 0, True)
-    if found.steps is not None:
-        assert found.steps >= (-1 if kind == "agent" else 10)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("raise", 40), ("count", 17), ("agent", 3)])
 def test_none_of_some_is_lost(tmp_path, kind, count):
-    check(sent(tmp_path, kind, count), kind)
+    found = sent(tmp_path, kind, count)
+    check(found, kind)
+    assert found.steps is not None  # it was counted
 
 
 @pytest.mark.long
