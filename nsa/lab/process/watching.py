@@ -231,7 +231,7 @@ class _Watcher:
             self.end("stall", f"{verdict.label}, as you asked for")
         elif observer.t > (self.limit_s or math.inf) and observer.seen_enough():
             self.end("deadline", f"your limit of {self.limit_s:g} s was over")
-        if observer.t >= self._next_status:
+        if self.reports.draws and observer.t >= self._next_status:
             self.reports.status(self.words())
             self._next_status = observer.t + STATUS_S
 
