@@ -13,7 +13,7 @@ from nsa.lab.watch import inside, kernel
 from nsa.lab.watch.evidence import Process
 
 RANKS = "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"
-_EVERY_S, _SHARE = 2.0, 0.02  # of a processor, for asking who there is
+_EVERY_S, _SHARE = 2.0, 0.002  # of a processor, for asking who there is
 
 
 def variables(pid: int) -> dict[str, str]:

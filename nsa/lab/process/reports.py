@@ -27,7 +27,7 @@ class Reports:
         self.folder, self.name = folder, name
         self._refused, self._line = "", ""
         # Where the command prints to the same terminal, a line would lie between its own.
-        self._draws = sys.stderr.isatty() and not sys.stdout.isatty()
+        self.draws = sys.stderr.isatty() and not sys.stdout.isatty()
 
     def say(self, text: str) -> None:
         """A line to the user."""
@@ -37,7 +37,7 @@ class Reports:
 
     def status(self, text: str) -> None:
         """One line that is drawn anew; "" takes it away. Only a terminal of its own has one."""
-        if self._draws and text != self._line:
+        if self.draws and text != self._line:
             self._line = text
             self._raw(_CLEAR + f"{self.name} {text}"[:WIDE] if text else _CLEAR)
 

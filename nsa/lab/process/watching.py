@@ -231,7 +231,7 @@ class _Watcher:
             self.end("stall", f"{verdict.label}, as you asked for")
         elif observer.t > (self.limit_s or math.inf) and observer.seen_enough():
             self.end("deadline", f"your limit of {self.limit_s:g} s was over")
-        if observer.t >= self._next_status:
+        if self.reports.draws and observer.t >= self._next_status:
             self.reports.status(self.words())
             self._next_status = observer.t + STATUS_S
 
@@ -248,9 +248,13 @@ class _Watcher:
         """Of the observer: something stands still, or moves again."""
         if report is not self.evidence.reports[-1]:
             return  # another took its place
-        if self._ends() and report["withdrawn"] is not None:
-            report["withdrawn"] = None  # the signal's own doing
-            return
+        if self._ends():  # what changes now is the signal's own doing, py-spy's end as well
+            if report["withdrawn"] is not None:
+                report["withdrawn"] = None
+                return
+            if len(self.evidence.reports) > 1 and self.evidence.reports[-2]["withdrawn"] is None:
+                del self.evidence.reports[-1]
+                return
         if report["withdrawn"] is not None:
             since = report["withdrawn"] - report["t"] + (report.get("rested_s") or 0)
             moves = self.observer.rest_s() < since

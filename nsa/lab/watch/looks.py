@@ -95,9 +95,10 @@ def py_spy(
     command = [program, "dump", "--json", *options, "--pid", str(pid)]
     within_s = NATIVE_S if native else PY_SPY_S
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=within_s, check=False
-        )
+        done = subprocess.run(  # in a session of its own: a Ctrl-C is for others
+            command, capture_output=True, text=True, errors="replace", timeout=within_s,
+            check=False, start_new_session=True,
+        )  # fmt: skip
         if done.returncode == 0:
             return json.loads(done.stdout), ""
     except subprocess.TimeoutExpired:

@@ -68,7 +68,7 @@ def ask(file: str | os.PathLike) -> None:
 _NOT_OURS = signal.valid_signals() - {
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT)
 }
-EVERY_S = 0.2  # between two beats
+EVERY_S = 0.5  # between two beats, each of which takes the GIL from the program for a moment
 ASIDE_S = 30.0
 
 
@@ -113,7 +113,7 @@ class Progress:
     every module's forward, every backward, every optimizer step; or feed it by hand. A step begins
     with `step`; where nobody calls `phase`, phases are guessed from what is seen.
 
-    Five beats a second come from a thread that needs the GIL: it tells a process that computes from
+    Two beats a second come from a thread that needs the GIL: it tells a process that computes from
     one in which C code keeps it. Where there is a process group or a device, another thread reads
     the group's sequence number and follows the device's events. Neither asks the main thread for
     anything, and no signal reaches them: what a handler of the program's raises is the program's.
@@ -145,7 +145,8 @@ class Progress:
         self.fine = True  # modules and backwards are counted
         self.passed = 0  # modules of the steps before this one
         self.backwards = 0  # under way or over
-        self.pace: Callable[[], Any] | None = None  # called with each beat
+        # Called with each beat; in how many seconds it wants the next, None: EVERY_S.
+        self.pace: Callable[[], float | None] | None = None
         self.firing: list[Any] = []  # of those under way: see nsa.lab.watch.counting
         self._undo: list[Callable[[], Any]] = []
         self._all = self._counts_backwards = False
@@ -290,12 +291,12 @@ class Progress:
         self._undo, self._all, self._counts_backwards, self.outputs = [], False, False, None
 
     def _beat(self) -> None:
-        answered = 0
-        while not self._stop.wait(EVERY_S):
+        answered, wait_s = 0, EVERY_S
+        while not self._stop.wait(wait_s):
             self.cells[BEATS] += 1
             with contextlib.suppress(Exception):
-                if self.pace is not None:
-                    self.pace()
+                pace = self.pace
+                wait_s = (pace() if pace is not None else None) or EVERY_S
                 if len(self._threads) == 1 and (self._device is not None or _has_group()):
                     self._threads.append(in_thread(self._poll))
                 if self.cells[ASKED] > answered:

@@ -19,29 +19,32 @@ from nsa.lab.watch.progress import BEGAN_NS, MAIN_THREAD, MODULES, PHASE, STEP, 
 OTHERS = 64  # steps of other optimizers without one of the first: then it is not the first any more
 MODULE_S, BACKWARD_S = 2e-6, 150e-6  # about what it costs to count one
 SHARE = 0.005  # of the time may go into counting modules and backwards
-MOST_REST_S = 3.0
+MOST_REST_S, TRIES_S = 3.0, 0.1
 
 
 class Pace:
     """Lets modules and backwards be counted all the time, or of short steps now and then.
 
     Called with each beat, by the thread that beats. Where a beat's counting cost more than its
-    share, none is done until the average is right, or for three seconds; steps always count.
+    share, none is done until the average is right, or for three seconds, and then for a tenth of
+    one; steps always count.
     """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._last, self._seen, self._until = time.monotonic(), (0, 0), 0.0
 
-    def __call__(self) -> None:
+    def __call__(self) -> float | None:
         progress, now = self._progress, time.monotonic()
         seen = (progress.passed + progress.cells[MODULES], progress.backwards)
         cost_s = MODULE_S * (seen[0] - self._seen[0]) + BACKWARD_S * (seen[1] - self._seen[1])
         spent_s, self._last, self._seen = now - self._last, now, seen
         if not progress.fine:
             progress.fine = now >= self._until
-        elif cost_s > 2 * SHARE * spent_s:
+            return TRIES_S if progress.fine else None
+        if cost_s > 2 * SHARE * spent_s:
             progress.fine, self._until = False, now + min(cost_s / SHARE, MOST_REST_S)
+        return None
 
 
 def of_optimizers(progress: Progress) -> list[Undo]:

@@ -1,10 +1,12 @@
 """What is said of a run while it rests, how often, and what of it is left when it is ended."""
 
 import json
+import threading
 
 import pytest
 
 from nsa.lab.process.reports import Reports
+from nsa.lab.process.runner import Spec, run
 from nsa.lab.process.told import SLOW_S, Told
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.headline import headline
@@ -104,3 +106,23 @@ def test_slow_is_one_line_with_what_would_settle_it(tmp_path, capsys):
         f"nsa watch: SLOW for 61 s, not counted: rank 0 works, at {LINE}; "
         f"what would settle it: nsa explain {tmp_path}\n"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["Uncounted", "Endless"])
+def test_what_nothing_counts_is_told_as_slow_and_accused_of_nothing(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("nsa.lab.process.told.SLOW_S", 4.0)  # for a minute
+    came, stop = [], threading.Event()
+
+    def tell(report):
+        came.append(report)
+        if len(came) == 2:
+            stop.set()
+
+    spec = Spec(f"spells:{name}", steps=3)
+    evidence = run(spec, folder=tmp_path / "t", stall_s=1.0, deadline_s=120.0, tell=tell, stop=stop)
+    assert {report["label"] for report in came} == {"SLOW:uncounted"} and len(came) == 2
+    assert came[1]["rested_s"] >= 8.0 and "spells.py" in came[0]["headline"]
+    assert evidence.last().step == 2
+    assert [r["label"] for r in evidence.reports if r["withdrawn"] is None] == ["SLOW:uncounted"]
