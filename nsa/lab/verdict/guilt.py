@@ -96,7 +96,7 @@ class _Job:
         self.open.setdefault(rank, []).append((order or 0, call))
 
     def _unlike(self) -> dict[int, Blame]:
-        """Blames ranks whose call does not fit that of most; every caller where no call has most."""
+        """Blames ranks whose call does not fit that of most; all callers where none has most."""
         found: dict[int, Blame] = {}
         for call in self.calls:
             if call.differs:
