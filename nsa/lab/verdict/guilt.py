@@ -8,7 +8,6 @@ end, since it had given its part; and who called something else than its peers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -276,11 +275,10 @@ def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
     order = (IDLE, MISSING, UNREAD, BEHIND)
     kind = min((wait.how for wait in mine), key=order.index)
     mine = [wait for wait in mine if wait.how == kind]
-    calls = Counter(wait.call for wait in mine if not isinstance(wait.call, Pair))
-    most = max(calls.values(), default=0)
-    fit = [wait for wait in mine if calls[wait.call] == most]
-    call = min(fit, key=_made).call
-    waiting = tuple(sorted({one.rank for one in mine if one.call == call}))
+    each = {wait.call: wait for wait in mine}
+    calls = {call: _waiting(job, wait) for call, wait in each.items()}
+    call = min(calls, key=lambda one: (isinstance(one, Pair), -len(calls[one])))
+    waiting = calls[call]
     there = f"{ranks_said(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for it{_at(call)}"
     said = call_said(call)
     if kind == IDLE:
@@ -299,6 +297,14 @@ def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
     else:
         why = f"rank {rank} has not called {said}, in which {there}"
     return Blame(rank, "behind", why + _last(job.flights[rank]), call, waiting)
+
+
+def _waiting(job: _Job, wait: Wait) -> tuple[int, ...]:
+    """The ranks that wait for the same one in the same call."""
+    if isinstance(wait.call, Pair) or wait.how in (IDLE, BEHIND):
+        return tuple(sorted({w.rank for w in job.of[wait.peer] if w.call is wait.call}))
+    still = wait.call.entries.keys() - {*wait.call.completed, *job.blamed}
+    return tuple(sorted(still))
 
 
 def _last(rows: Sequence[Row]) -> str:
