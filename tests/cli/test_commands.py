@@ -159,7 +159,7 @@ def test_a_wrong_duration_is_refused(text):
 def test_every_command_and_option_has_a_help_text_that_is_shown(capsys):
     top = cli.parser()
     (commands,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    assert len(commands.choices) == 27
+    assert len(commands.choices) == 28
     for parser in (top, *commands.choices.values()):
         assert parser.description, parser.prog
         for action in parser._actions:

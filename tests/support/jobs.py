@@ -55,7 +55,7 @@ class Rank:
     dies_at: int | None = None  # all of it ends here, and it leaves no dump
 
     def struck(self) -> bool:
-        """It came to its fault; who was stuck before that is a victim like others."""
+        """Tells that it came to its fault; who was stuck before is a victim like others."""
         host = [place for place in (self.stops_at, self.dies_at) if place is not None]
         device = [place for place in (self.breaks_at, self.sleeps_at) if place is not None]
         ended = next((n for n, call in enumerate(self.calls) if not call.ended), len(self.calls))
@@ -162,7 +162,7 @@ class Job:
         return program
 
     def run(self, turns: int | None = None) -> None:
-        """Until nothing moves, or for so many turns."""
+        """Moves hosts and devices until nothing moves, or for so many turns."""
         ranks = list(range(self.world))
         moved = True
         while moved and turns != 0:

@@ -1,4 +1,4 @@
-"""What ranks' Flight Recorders tell of collectives that did not end: who came, who did not.
+"""Reads from ranks' Flight Recorders which collectives did not end, who came, and who did not.
 
 Rows are those of nsa.lab.watch.flight_recorder.entries, {rank: its rows, oldest first}; a rank with
 no rows is one whose recorder was read and holds nothing. Numbers count within a group and a
@@ -63,7 +63,7 @@ class Pair:
 
 
 def pending(flights: Flights, world: Iterable[int] = ()) -> list[Pending]:
-    """Of each named group the oldest collective that is not over for all; none where all is.
+    """The oldest collective of each named group that is not over for all its members.
 
     world: every rank of the job, for a group of all that does not name them; else those read.
     """
@@ -237,7 +237,7 @@ def _at(
 
 
 def _dropped(rows: Sequence[Row], entries: Mapping[int, Row], library: str) -> bool:
-    """A recorder that keeps what is completed began later than others made the call."""
+    """Tells that a recorder which keeps completed calls began later than others made this one."""
     made = [row["created_ns"] for row in entries.values() if row.get("created_ns")]
     began = next((row.get("created_ns") for row in rows if _named(row)[1] == library), None)
     if not made or not began or _from_start(rows, library):
@@ -264,7 +264,7 @@ def _differs(entries: Mapping[int, Row], members: Sequence[int]) -> tuple[str, t
 
 
 def _measures(entries: Mapping[int, Row], name: str) -> list[dict[int, Any]]:
-    """What of the sizes must be equal on all ranks, {rank: it}."""
+    """Sizes that must be equal on all ranks, {rank: its}."""
     if _EXCHANGE.search(name):
         return []
     for pattern, side in ((_OUTPUTS, "out_sizes"), (_INPUTS, "sizes")):
@@ -339,8 +339,8 @@ def _peer(rank: int, row: Row, told: re.Match[str]) -> int | None:
 
 
 def _has(other: Sequence[Row], line: Sequence[Row], count: int, whole: bool) -> bool | None:
-    """The peer has the other half of the `count`-th of a line, counted from the start or by what is
-    open. None where a small one may have been sent before it was asked for."""
+    """Tells that the peer has the other half of the `count`-th of a line, counted from the start
+    or among open ones. None where a small one may have been sent before it was asked for."""
     if whole:
         return len(other) >= count
     before = sum(not _over(row) for row in line[:count])
@@ -353,7 +353,7 @@ def _has(other: Sequence[Row], line: Sequence[Row], count: int, whole: bool) -> 
 
 
 def _from_start(rows: Sequence[Row], library: str) -> bool:
-    """Nothing has been dropped since the library's recorder began."""
+    """Tells that nothing has been dropped since the library's recorder began."""
     return next((row.get("id") for row in rows if _named(row)[1] == library), None) == 0
 
 

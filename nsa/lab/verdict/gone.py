@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from textwrap import wrap
 from typing import Any
 
 from nsa.lab.verdict.flights import Pair, Pending, group_said, line_said, ranks_said
 from nsa.lab.verdict.guilt import Blame, Found, Wait
 from nsa.lab.watch.dumps import Dumps
 
+WIDTH = 120
 ROWS = 12  # of the table
 LINES = 20  # of who waits for whom
 
 
 def headline(found: Found, dumps: Dumps) -> str:
-    """Who holds whom up, or that nothing stands."""
+    """The first line: the guilty ranks, or that nothing stands."""
     ranks = [blame.rank for blame in found.guilty]
     read = f"{len(dumps.flights)} dump{'s' * (len(dumps.flights) > 1)} that could be read"
     if ranks:
@@ -31,8 +33,9 @@ def headline(found: Found, dumps: Dumps) -> str:
 
 def page(found: Found, dumps: Dumps) -> str:
     """Plain words; a few dozen lines for any number of ranks."""
-    lines = [headline(found, dumps), *dict.fromkeys(blame.why for blame in found.guilty)]
-    lines += found.suspects
+    lines = [headline(found, dumps)]
+    for why in dict.fromkeys((*(blame.why for blame in found.guilty), *found.suspects)):
+        lines += wrap(why, WIDTH, subsequent_indent="  ")
     spread = _spread(found)
     if spread:
         lines += ["", "Who waits for whom", *(f"  {line}" for line in spread[:LINES])]
@@ -63,7 +66,7 @@ def groups(found: Found) -> list[dict[str, str]]:
 
 
 def to_dict(found: Found) -> dict[str, Any]:
-    """All of it, as JSON holds it."""
+    """Everything that was found, as JSON holds it."""
     return {
         "guilty": [_blame(blame) for blame in found.guilty],
         "suspects": list(found.suspects),
@@ -97,7 +100,7 @@ def _once(found: Found) -> list[Wait]:
 
 
 def _spread(found: Found) -> list[str]:
-    """From the guilty outwards: who waits for them, then who waits for these."""
+    """Waits from the guilty outwards: ranks that wait for them, then ranks that wait for these."""
     peers: dict[int, set[int]] = {}
     for wait in found.waits:
         peers.setdefault(wait.rank, set()).add(wait.peer)

@@ -1,4 +1,4 @@
-"""Which ranks hold the others up, from the Flight Recorders of a job that is gone.
+"""Names the ranks that hold the others up, from the Flight Recorders of a job that is gone.
 
 A rank waits for who has not called what it called, for who left no record, and for who is still in
 an earlier call than the oldest open one of its own. Along these waits stand, at the end, those who
@@ -8,7 +8,6 @@ end, since it had given its part; and who called something else than its peers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +57,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class Found:
-    """What the records of all ranks say together."""
+    """Everything that the records of all ranks say together."""
 
     guilty: tuple[Blame, ...]
     suspects: tuple[str, ...]  # sentences on what stands and of which nobody can be named
@@ -96,7 +95,7 @@ class _Job:
         self.open.setdefault(rank, []).append((order or 0, call))
 
     def _unlike(self) -> dict[int, Blame]:
-        """Those whose call does not fit what most called; all who called where nobody has most."""
+        """Blames ranks whose call does not fit that of most; all callers where none has most."""
         found: dict[int, Blame] = {}
         for call in self.calls:
             if call.differs:
@@ -107,7 +106,7 @@ class _Job:
         return found
 
     def _unreported(self) -> dict[int, Blame]:
-        """Those who never saw the end of what others saw end with their part in it."""
+        """Blames ranks that never saw a call end which ended for others with their part in it."""
         found: dict[int, Blame] = {}
         for call in self.calls:
             if not call.completed or call.op in _ONE_SIDED:
@@ -123,7 +122,7 @@ class _Job:
         return found
 
     def _first(self) -> Iterable[Wait]:
-        """Of the waits of one rank for another those in the oldest call, one for each reason."""
+        """Waits of one rank for another in the oldest call alone, one for each reason."""
         seen: set[tuple[int, int, str]] = set()
         for rank, peer, how, call in self._waits():
             if (rank, peer, how) not in seen and rank not in self.blamed:
@@ -143,7 +142,7 @@ class _Job:
                 yield from self._behind(rank, call)
 
     def _behind(self, rank: int, call: Open) -> Iterable[tuple[int, int, str, Open]]:
-        """Waits in the oldest open call of a rank for those who called it, and are not at it."""
+        """Waits in the oldest open call of a rank for others that called it and are not at it."""
         if isinstance(call, Pair):
             if call.peer in self.front and call.matched:
                 ahead = [p for p in self.front[call.peer] if isinstance(p, Pair)]
@@ -178,18 +177,18 @@ class _Job:
         return found
 
     def signs(self, rank: int) -> set[Sign]:
-        """What is open on a rank, told so that ranks with the same part in a job have the same."""
+        """Open calls of a rank, told so that ranks with the same part in a job have the same."""
         if rank not in self._signs:
             self._signs[rank] = {_sign(call) for _, call in self.open.get(rank, ())}
         return self._signs[rank]
 
     def went_on(self, rank: int, other: int) -> bool:
-        """A rank is stuck where another is, lacks no less, and called more."""
+        """Tells that a rank is stuck where another is, lacks no less, and called more."""
         fronts = [{_sign(call) for call in self.front.get(r, ())} for r in (rank, other)]
         return fronts[0] >= fronts[1] and self.signs(other) <= self.signs(rank)
 
     def lagging(self) -> dict[int, Blame]:
-        """Those who called less than every peer in a call, and lack no end that these had seen.
+        """Blames ranks that called less than every peer in a call, and saw as many ends as these.
 
         They had no more reason than their peers to wait, so something else holds them too. Not the
         first and the last rank, which often wait for their device to print a number, nor several
@@ -223,7 +222,7 @@ def blame(
     unread: Collection[int] = (),
     moving: bool = False,
 ) -> Found:
-    """Who of a job's ranks is guilty of what is open in their Flight Recorders, and why.
+    """Names the ranks of a job that are guilty of the calls open in its records, with reasons.
 
     world: all ranks, where known. unread: ranks whose dumps are there and could not be read: these
     are not blamed for their absence. moving: the job still ran when its records were taken; then
@@ -250,7 +249,7 @@ def blame(
 
 
 def _of_end(job: _Job, end: set[int], alone: set[int], unread: set[int]) -> list[Blame | str]:
-    """What to say of those who wait for nobody else."""
+    """Reasons to blame ranks that wait for nobody else, or why none of them can be."""
     if len(end) > 1:
         return _of_round(job, end)
     (rank,) = end
@@ -276,11 +275,10 @@ def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
     order = (IDLE, MISSING, UNREAD, BEHIND)
     kind = min((wait.how for wait in mine), key=order.index)
     mine = [wait for wait in mine if wait.how == kind]
-    calls = Counter(wait.call for wait in mine if not isinstance(wait.call, Pair))
-    most = max(calls.values(), default=0)
-    fit = [wait for wait in mine if calls[wait.call] == most]
-    call = min(fit, key=_made).call
-    waiting = tuple(sorted({one.rank for one in mine if one.call == call}))
+    each = {wait.call: wait for wait in mine}
+    calls = {call: _waiting(job, wait) for call, wait in each.items()}
+    call = min(calls, key=lambda one: (isinstance(one, Pair), -len(calls[one])))
+    waiting = calls[call]
     there = f"{ranks_said(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for it{_at(call)}"
     said = call_said(call)
     if kind == IDLE:
@@ -301,8 +299,16 @@ def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
     return Blame(rank, "behind", why + _last(job.flights[rank]), call, waiting)
 
 
+def _waiting(job: _Job, wait: Wait) -> tuple[int, ...]:
+    """The ranks that wait for the same one in the same call."""
+    if isinstance(wait.call, Pair) or wait.how in (IDLE, BEHIND):
+        return tuple(sorted({w.rank for w in job.of[wait.peer] if w.call is wait.call}))
+    still = wait.call.entries.keys() - {*wait.call.completed, *job.blamed}
+    return tuple(sorted(still))
+
+
 def _last(rows: Sequence[Row]) -> str:
-    """What a rank called last, where that is recorded."""
+    """The last call of a rank, in words; "" where it is not recorded."""
     row = next((row for row in reversed(rows) if row.get("id") is not None), None)
     return f"; the last that it called was {called_of(row)}" if row else ""
 
@@ -377,7 +383,7 @@ def _reached(start: set[int], edges: Mapping[int, Collection[int]]) -> set[int]:
 
 
 def _made(wait: Wait) -> int:
-    """When the waiting rank made the call."""
+    """The time at which the waiting rank made the call."""
     row = wait.call.row if isinstance(wait.call, Pair) else wait.call.entries.get(wait.rank, {})
     return row.get("created_ns") or 0
 

@@ -22,7 +22,7 @@ KNOWN = "1", "2"  # of a version what stands before the dot
 
 @dataclass
 class Dumps:
-    """What was read of a folder."""
+    """Calls, files and notes of a folder."""
 
     flights: dict[int, Rows] = field(default_factory=dict)  # {rank: its calls, oldest first}
     files: dict[int, Path] = field(default_factory=dict)  # {rank: where they are from}
@@ -86,7 +86,7 @@ def read(folder: Path) -> Dumps:
 
 
 def _rows(dumped: Mapping[str, Any]) -> Rows:
-    """Raises ValueError where its entries are none of torch's."""
+    """Rows of a dump. Raises ValueError where its entries are none of torch's."""
     try:
         rows = flight_recorder.entries(dumped)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
@@ -111,7 +111,7 @@ def _last_s(held: Iterable[tuple[Rows, Mapping[str, Any]]]) -> float:
 
 
 def _newer(one: tuple[Path, Rows], other: tuple[Path, Rows]) -> bool:
-    """By the last call in it, since copies lose a file's own time; by that where it has none."""
+    """Compares the last calls, since copies lose a file's own time; that where one has no call."""
     last = [max((row["created_ns"] or 0 for row in rows), default=0) for _, rows in (one, other)]
     if all(last) and last[0] != last[1]:
         return last[0] > last[1]

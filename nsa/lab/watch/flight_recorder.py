@@ -95,7 +95,7 @@ def kept(rows: Sequence[dict[str, Any]], last: int = LAST) -> list[dict[str, Any
 
 
 def entries(dumped: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a recorder dumped as plain rows, oldest first; None for what it does not tell.
+    """Plain rows of a recorder's dump, oldest first; None where it tells nothing.
 
     seq, p2p_seq: numbers in the group, of collectives and of sends and receives; id: in the
     recorder. op: as recorded, "nccl:all_reduce". p2p: a send or a receive. state: "scheduled",
@@ -127,7 +127,7 @@ def entries(dumped: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def everybody(dumped: Mapping[str, Any]) -> list[int]:
-    """All ranks that its groups name; none where they name none."""
+    """Every rank that a dump's groups name."""
     told = [_listed(one.get("ranks")) for one in (dumped.get("pg_config") or {}).values()]
     return sorted({rank for ranks in told for rank in ranks})
 

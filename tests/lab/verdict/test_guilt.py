@@ -249,6 +249,12 @@ def test_who_is_named_stands_with_its_reason_and_its_line():
     )
 
 
+def test_all_who_wait_are_told_though_one_of_them_waits_elsewhere_too():
+    early = call(3, "b", ranks=[1, 2], created_ns=1)
+    found = blame({0: [call(4)], 1: [early, call(4)], 2: [call(1, "c", "completed")]})
+    assert found.guilty[0].waiting == (0, 1) and found.guilty[0].call.group == "0"
+
+
 def test_of_a_job_that_still_runs_nobody_is_blamed():
     flights = {0: [call(4)], 1: [call(4)], 2: [call(3, state="completed")]}
     assert named(blame(flights)) == {2}
