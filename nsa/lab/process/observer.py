@@ -276,8 +276,9 @@ class Observer:
         for rank, counted in self._ranks().items():
             if counted.file is None:
                 continue
-            if found := child.read(_answer(counted.file, "flight"), {}).get("entries"):
-                self.evidence.flights[rank] = found
+            told = child.read(_answer(counted.file, "flight"))
+            if told is not None and "entries" in told:
+                self.evidence.flights[rank] = told["entries"]  # none: it has called nothing
             if held := child.read(_answer(counted.file, "memory")):
                 self.evidence.memory = {**(self.evidence.memory or {}), str(rank): held}
             told = child.read(_answer(counted.file, "locks"), {})

@@ -50,9 +50,7 @@ def collectives(
 
 def _recorded(evidence: Evidence, look: Snapshot, waits: Collection[Node]) -> dict[int, Collective]:
     """By the oldest call of each rank that waits and whose call has not ended."""
-    flights = {rank: rows for rank, rows in evidence.flights.items() if rows}
-    if not flights:
-        return {}
+    flights = evidence.flights
     oldest: dict[int, tuple[float, Pending | Pair]] = {}
     for call in (*pending(flights, evidence.ranks()), *pairs(flights)):
         rows = call.entries if isinstance(call, Pending) else {call.rank: call.row}
