@@ -17,7 +17,7 @@ from nsa.lab.watch.evidence import PHASES
 from nsa.lab.watch.progress import BEGAN_NS, MAIN_THREAD, MODULES, PHASE, STEP, Progress
 
 OTHERS = 64  # steps of other optimizers without one of the first: then it is not the first any more
-MODULE_S, BACKWARD_S = 2e-6, 150e-6  # about what it costs to count one
+MODULE_S, BACKWARD_S = 5e-6, 400e-6  # about what it costs to count one, in a step of 20 ms
 SHARE = 0.005  # of the time may go into counting modules and backwards
 MOST_REST_S, TRIES_S = 3.0, 0.1
 

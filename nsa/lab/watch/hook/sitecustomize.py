@@ -58,6 +58,9 @@ def _aside(do):
     import _thread
     import signal
 
+    ours = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "nsa"]
+    # A program of this very package: our thread waits for its imports, so it must not for us.
+    busy = any(getattr(getattr(m, "__spec__", None), "_initializing", False) for m in ours)
     over = _thread.allocate_lock()
     over.acquire()
 
@@ -67,9 +70,7 @@ def _aside(do):
         over.release()
 
     _thread.start_new_thread(run, ())
-    ours = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "nsa"]
-    # A program of this very package: our thread waits for its imports, so it must not for us.
-    if not any(getattr(getattr(m, "__spec__", None), "_initializing", False) for m in ours):
+    if not busy:
         over.acquire(timeout=_WAITS_S)
 
 
