@@ -328,6 +328,7 @@ AHEAD = flight((1, "gloo:all_reduce", 4), (2, "gloo:all_reduce", 4))
 BEHIND = flight((1, "gloo:all_reduce", 4))
 OWN = [f"{TRAIN}:90 upload"]
 RECEIVE = ("/x/torch/distributed/distributed_c10d.py:9 recv", f"{TRAIN}:70 exchange")
+SEND = ("/x/torch/distributed/distributed_c10d.py:9 send", f"{TRAIN}:70 exchange")
 
 BACKWARD = ("/x/torch/autograd/graph.py:9 _engine_run_backward", f"{TRAIN}:50 averaged")
 AVERAGING = process(
@@ -380,6 +381,10 @@ RANKS = {
     "both receive, and nobody sends": (
         two(rank(0, LOCKED, RECEIVE), rank(1, LOCKED, RECEIVE)),
         "HANG:collective", "rank 1", "train.py:70 exchange",
+    ),
+    "one sends and the other receives, which takes long the first time": (
+        two(rank(0, LOCKED, SEND), rank(1, LOCKED, RECEIVE)),
+        "STALLED:collective", "rank 0", "train.py:70 exchange",
     ),
     "both receive, and a record says that a collective has not ended": (
         two(rank(0, LOCKED, RECEIVE), rank(1, LOCKED, RECEIVE), flights={0: AHEAD, 1: AHEAD}),

@@ -63,7 +63,10 @@ def _recorded(evidence: Evidence, look: Snapshot, waits: Collection[Node]) -> di
     found = {}
     for rank, (_, call) in oldest.items():
         if _waits(look, rank, waits):
-            made = _of_pair(call) if isinstance(call, Pair) else _of_group(call, rank, look)
+            if isinstance(call, Pair):
+                made = _of_pair(call, oldest.get(call.peer, (0.0, None))[1])
+            else:
+                made = _of_group(call, rank, look)
             found |= {rank: made} if made else {}
     return found
 
@@ -86,11 +89,19 @@ def _of_group(call: Pending, rank: int, look: Snapshot) -> Collective | None:
     return Collective(op, **told, missing=late, device=bool(late))
 
 
-def _of_pair(call: Pair) -> Collective:
+def _of_pair(call: Pair, beyond: Pending | Pair | None) -> Collective | None:
+    """The rank's send or receive; None where nothing tells whether it has its other half.
+
+    beyond: the oldest call that the peer is in: its half comes after that, if it is another one.
+    """
     told = {"number": call.number, "source": "Flight Recorder", "paired": True}
-    if call.peer is not None and call.matched is False:
+    if call.peer is None or (call.matched is None and call.op != "recv"):
+        return None
+    if call.matched is False:
         return Collective(call.op, **told, missing=(call.peer,))
-    return Collective(call.op, **told, partners=() if call.peer is None else (call.peer,))
+    meets = isinstance(beyond, Pair) and beyond.peer == call.rank and beyond.op != call.op
+    # Of one that nothing tells, what had been sent before would have come.
+    return Collective(call.op, **told, partners=() if meets else (call.peer,))
 
 
 def _waits(look: Snapshot, rank: int, waits: Collection[Node]) -> bool:
@@ -117,7 +128,9 @@ def _seen(look: Snapshot) -> dict[int, Collective]:
     found = {}
     for rank, call in calls.items():
         if call in _PAIRS:
-            others = tuple(other for other in sorted(mains) if other != rank)
+            # A send and a receive may be one another's, and only slow to find each other.
+            met = any(other in _PAIRS and other != call for other in calls.values())
+            others = tuple(other for other in sorted(mains) if other != rank and not met)
             found[rank] = Collective(call, partners=others)
         else:
             found[rank] = Collective(call, missing=missing)

@@ -38,7 +38,14 @@ def stall(evidence: Evidence) -> Stall | None:
     quiet = [rest for rest in live if rest.seconds >= evidence.stall_s]
     found = [one for rest in quiet if (one := _of(evidence, rest, live)) is not None]
     order = {"certified": 0, "busy": 1, "timer": 2, "waiting": 3}
-    found.sort(key=lambda x: (order[x.state], x.what == "collective", x.rest.p.key(), x.rest.rank))
+    found.sort(
+        key=lambda x: (
+            order[x.state],
+            x.what in ("collective", "device"),
+            x.rest.p.key(),
+            x.rest.rank,
+        )
+    )
     if not found or (found[0].state != "certified" and len(quiet) < len(live)):
         return None
     return found[0]
