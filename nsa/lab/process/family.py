@@ -58,7 +58,7 @@ def die_with_parent() -> None:
 
 
 def end_with_thread() -> None:
-    """Called in a child: SIGKILL when the thread that started it has ended."""
+    """Ask the kernel for SIGKILL when the thread that started this child has ended."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -87,7 +87,7 @@ class Reports:
 
 
 def _half_a_line() -> bool:
-    """Whether the command may have left one on stderr, as a progress bar does."""
+    """True where the command may have left a half-drawn line on stderr, as a progress bar does."""
     try:
         number = sys.stderr.fileno()
         if not stat.S_ISREG(os.fstat(number).st_mode):

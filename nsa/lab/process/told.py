@@ -1,4 +1,4 @@
-"""What a run's user is told while it rests, each once: evidence.reports."""
+"""Reports to the user while a run rests, each told once: evidence.reports."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class _Bystander:
             self._process.wait()
 
     def got(self, number: int) -> bool:
-        """Whether it has this signal, once for each that it got."""
+        """Return True once for each time that it got this signal."""
         time.sleep(ARRIVES_S)
         try:
             status = Path(f"/proc/{self._process.pid}/status").read_text()
@@ -236,12 +236,12 @@ class _Watcher:
             self._next_status = observer.t + STATUS_S
 
     def hears(self, number: int) -> None:
-        """In the main thread: a signal came, perhaps one by which the user ends the command."""
+        """Note in the main thread that a signal came, perhaps one that ends the command."""
         if number in ENDING and not self._ends():
             self._heard = family.signal_name(number), self.observer.t
 
     def _ends(self) -> bool:
-        """Whether such a signal came so recently that the command deals with it."""
+        """True while such a signal came so recently that the command deals with it."""
         return self._heard is not None and self.observer.t < self._heard[1] + ENDS_S
 
     def tell(self, report: dict[str, Any]) -> None:
@@ -326,7 +326,7 @@ class _Watcher:
         (self.reports.tell if cut else self.reports.write)(self.evidence, judge(self.evidence))
 
     def _moved(self) -> bool:
-        """Whether any rank has come further since its last sample."""
+        """True if any rank has come further since its last sample."""
         read = {
             rank: progress.cells_of(one.file) for rank, one in self.members().items() if one.file
         }

@@ -1,4 +1,4 @@
-"""Who works, who waits though it burns a processor, and who only asks again, from several looks."""
+"""Threads that work, that wait while they burn a processor, or that only ask again."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def cycle_from(graph: Graph, start: Node) -> list[Node]:
 
 
 def tells(graph: Graph, main: Node, node: Node) -> bool:
-    """Whether a node belongs into the picture: one of many idle threads does not."""
+    """True for a node that belongs into the picture: one of many idle threads does not."""
     thread = graph.threads[node]
     beyond = node[0] != main[0] and (thread.main or node == root_of(graph, main))
     return node == main or beyond or bool(user_line(thread.frames))

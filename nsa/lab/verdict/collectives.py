@@ -49,7 +49,7 @@ def collectives(
 
 
 def _recorded(evidence: Evidence, look: Snapshot, waits: Collection[Node]) -> dict[int, Collective]:
-    """By the oldest call of each rank that waits and whose call has not ended."""
+    """Collectives by the oldest call that has not ended, of each rank that waits."""
     flights = evidence.flights
     oldest: dict[int, tuple[float, Pending | Pair]] = {}
     for call in (*pending(flights, evidence.ranks()), *pairs(flights)):

@@ -26,7 +26,7 @@ def named_causes(graph: Graph, chain: Sequence[Node]) -> list[str]:
 
 
 def _after_fork(graph: Graph, node: Node, process: Process, thread: Thread) -> str:
-    """Of a forked process whose only thread waits for a lock of its own."""
+    """Sentence on a forked process whose only thread waits for a lock of its own, or ""."""
     if not waits_after_fork(process, thread):
         return ""
     return (

@@ -182,13 +182,13 @@ def _not_called(graph: Graph, main: Node, node: Node) -> list[str]:
 
 
 def _lasts(graph: Graph, earlier: Snapshot, node: Node) -> bool:
-    """Whether it was there at an earlier look: the sleep of a loop's next round was not."""
+    """True if it was there at an earlier look: the sleep of a loop's next round was not."""
     process, was = graph.process(node), earlier.process(node[0])
     return process is not None and was is not None and was.started == process.started
 
 
 def _does_something(graph: Graph, main: Node, node: Node) -> bool:
-    """Whether it could: the user's code, or another program, and no idle thread of a library."""
+    """True for the user's code or another program, and not for an idle thread of a library."""
     thread = graph.threads[node]
     return bool(user_line(thread.frames)) or (node[0] != main[0] and thread.main)
 
@@ -196,7 +196,7 @@ def _does_something(graph: Graph, main: Node, node: Node) -> bool:
 def _stall(
     graph: Graph, node: Node, state: str, what: str, rest: Rest, because: list[str], **told: Any
 ) -> Stall:
-    """Of one node: its line, or that of whoever started it where it has none of the user's."""
+    """Stall of one node, with its line, or that of whoever started it if it has none."""
     line = user_line(graph.threads[node].frames)
     if not line and (mine := main_of(graph, rest.rank)):
         line = user_line(graph.threads[mine].frames)

@@ -29,7 +29,7 @@ class Rest:
 
 @dataclass
 class Stall:
-    """What stands still and why, as of the last look."""
+    """A rank that stands still, and why, as of the last look."""
 
     state: str  # "busy", "waiting" or "certified"
     what: str
@@ -61,12 +61,12 @@ def rests(evidence: Evidence) -> list[Rest]:
 
 
 def _counts(p: P) -> bool:
-    """Whether a rest there tells how long this run rests: a first step may take far longer."""
+    """True if a rest there tells how long this run rests: a first step may take far longer."""
     return p.step >= 1 or p.phase == OUTSIDE
 
 
 def bound_s(rest: Rest, least_s: float = 0.0) -> float:
-    """How long all must be quiet before this rank's wait counts as a stall, in seconds."""
+    """Seconds that all must be quiet before this rank's wait counts as a stall."""
     if rest.wait_s is not None:
         return rest.wait_s
     return max(WAIT_S, OWN_GAPS * rest.longest, least_s)

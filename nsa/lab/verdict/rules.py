@@ -116,7 +116,7 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
 
 
 def _cut_short(evidence: Evidence) -> Verdict | None:
-    """By a signal, while it stood: as it stood then."""
+    """Verdict of a run ended by a signal while it stood: as it stood then."""
     if not cut_short(evidence):
         return None
     found, told = _stands(evidence), standing(evidence)

@@ -1,4 +1,4 @@
-"""What a run's user was told of it and still stood when it ended, as evidence.reports has it."""
+"""Reports that still stood when a run ended, from evidence.reports."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def standing(evidence: Evidence) -> dict[str, Any] | None:
 
 
 def cut_short(evidence: Evidence) -> str:
-    """By what it was ended while a report of it stood, "ended by you (SIGINT)"; else ""."""
+    """The signal that ended it while a report stood, "ended by you (SIGINT)"; else ""."""
     end = evidence.end
     by_signal = end is not None and end.message.startswith(BY)
     return end.message if by_signal and standing(evidence) else ""
 
 
 def remembered(told: dict[str, Any]) -> dict[str, Any]:
-    """What a report tells of the verdict that it came from."""
+    """The verdict that a report came from, as far as the report tells it."""
     kind, _, what = told["label"].partition(":")
     names = "rank", "rested_s", "where", "left_s"
     numbers = {name: told[name] for name in names if told.get(name) is not None}

@@ -207,7 +207,7 @@ class Outputs:
 
 
 def _mark(progress: Progress, node: Any, number: int) -> None:
-    """Where there is a device, one node of several marks its place on the device's way."""
+    """Mark the place of one node of several on the device's way, where there is a device."""
     if not number and progress._device is not None:
         node.register_prehook(lambda _: progress.mark())
 
@@ -332,7 +332,7 @@ class Backward:
 
 
 def _hooked(nodes: Sequence[Any], progress: Progress) -> tuple[Firing, list[Any]]:
-    """What counts these nodes, and handles of its hooks, MOST_HOOKS at most."""
+    """The counter of these nodes, and handles of its hooks, MOST_HOOKS at most."""
     firing, every, first = Firing(progress), 1 + len(nodes) // MOST_HOOKS, progress.cells[FIRED]
     chosen = nodes[every // 2 :: every]
     firing.values += range(first + every, first + every * len(chosen) + 1, every)

@@ -1,4 +1,4 @@
-"""What the GPUs do: busy for how long, at what power, and whether what runs there gets anywhere.
+"""Use of the GPUs: how busy, at what power, and whether what runs there gets anywhere.
 
 A kernel that spins, or that waits for another rank, keeps its GPU at 100 % without touching memory
 or a tensor core. NVML (the package nvidia-ml-py) tells that on Hopper and later by its performance

@@ -329,7 +329,7 @@ _devices: list[Any] = []
 
 
 def _forget_in_children() -> None:
-    """What a forked child does, as loaders start them, is no progress of its parent.
+    """Keep a forked child, as loaders start them, from counting for its parent.
 
     All of it is C: a handler's exception would be lost while Python runs there.
     """
@@ -345,7 +345,7 @@ def _forget_in_children() -> None:
 
 
 def unhook_parents() -> None:
-    """In a forked child that counts for itself: takes away what it has of its parent."""
+    """Take away what a forked child that counts for itself has of its parent."""
     for one in _counting:
         if one.pid != os.getpid():
             one.unhook()

@@ -20,7 +20,7 @@ COMMANDS = "where\nnext\np number\nc\n"  # of somebody who debugs
 
 
 def both(folder, command, **options):
-    """What a command did: unwatched, and watched."""
+    """A command's outcome, unwatched and watched."""
     options = {"cwd": folder, "env": environment_with_package(), "capture_output": True} | options
     return [
         subprocess.run([*before, *command], timeout=120, check=False, **options)
@@ -79,7 +79,7 @@ def test_torchs_import_has_the_traceback_that_it_would_have(tmp_path, how):
 
 
 def test_what_a_handler_raises_while_counting_begins_is_the_programs(tmp_path):
-    """As torchrun's SignalException, no BaseException alone."""
+    """An exception like torchrun's SignalException, which derives from Exception."""
     (tmp_path / "torch.py").write_text("")
     (tmp_path / "script.py").write_text(
         "import signal\n"

@@ -1,4 +1,4 @@
-"""What is said of a run while it rests, how often, and what of it is left when it is ended."""
+"""Lines said of a run while it rests, how often, and which are left when it is ended."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Who has enqueued the oldest open collective of a group, who not, and whether calls match."""
+"""Analysis of open collectives: the ranks that have enqueued one, and if their calls match."""
 
 import pytest
 
