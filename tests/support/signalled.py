@@ -19,7 +19,7 @@ PID, READY, HANDLED, RAISED, CAUGHT, STOP, CELLS = range(7)
 
 
 class Stop(Exception):
-    """As torch's SignalException, no BaseException alone."""
+    """An exception like torch's SignalException, which derives from Exception."""
 
 
 def opened(file):

@@ -1,4 +1,4 @@
-"""Who is guilty of a hang, told from simulated jobs: all of them are named, and nobody else."""
+"""Guilty ranks of simulated jobs: all of them are named, and nobody else."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Who waits to be asked stands not still; who waits for an answer does."""
+"""A program that waits to be asked is idle; one that waits for an answer stands still."""
 
 from evidences import p, process, thread
 from verdict_cases import still

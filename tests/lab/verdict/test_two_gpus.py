@@ -1,4 +1,4 @@
-"""What was seen of programs on two H100s is called what it was, and blamed on whom it was."""
+"""Programs seen on two H100s are called what they were, and the guilty rank is named."""
 
 import gzip
 import json

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 
 def sent(folder, kind, count, *, watched=True, python=sys.executable, seed=0):
-    """What came of `count` signals, one after the other: how many were handled, and caught."""
+    """Counts of `count` signals, sent one after the other: handled, caught, lost."""
     folder.mkdir(exist_ok=True)
     file, told = folder / f"cells-{kind}-{watched}", folder / f"told-{kind}-{watched}.txt"
     file.write_bytes(bytes(8 * CELLS))
@@ -98,7 +98,7 @@ def test_none_of_some_is_lost(tmp_path, kind, count):
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "count"), [("raise", 500), ("count", 350), ("agent", 150)])
 def test_none_of_a_thousand_is_lost(tmp_path, kind, count):
-    """Of the interpreter in NSA_TEST_PYTHON, which has a torch, or of this one."""
+    """Interpreter with torch that NSA_TEST_PYTHON names, or this one."""
     python = os.environ.get("NSA_TEST_PYTHON", sys.executable)
     for watched in (False, True):
         folder = tmp_path / str(watched)
