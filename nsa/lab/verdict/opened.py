@@ -110,7 +110,7 @@ def open_wait(seen: Seen) -> Stall | None:
         return _stall(graph, node, "timer", "timer", rest, because, left_s=left, **told)
     wait = graph.threads[root].wait
     what = "polling" if root in seen.periodic else wait.kind if wait else "other"
-    if rest.seconds < bound_s(rest, POLLS_S if what == "polling" else 0.0):
+    if rest.seconds < bound_s(rest, POLLS_S if what == "polling" and not rest.over else 0.0):
         return None
     if what == "timer" and (wait.left_s or 0.0) <= PATIENCE_S:  # that of a loop's next round
         what = graph.threads[main].wait.kind if graph.threads[main].wait else "polling"

@@ -25,6 +25,7 @@ class Rest:
     gone: bool
     samples: list[Sample]
     wait_s: float | None = None  # how long all must be quiet; None: see bound_s
+    over: bool = False  # the run has ended: nothing can come late any more
 
 
 @dataclass
@@ -56,7 +57,8 @@ def rests(evidence: Evidence) -> list[Rest]:
         longest = max((t[-1] - t[0] for t in times), default=0.0)
         gone = last.state == "Z" or last.t < latest - GONE_S
         seconds, wait_s = last.t - mine[0].t, evidence.wait_s
-        found.append(Rest(rank, last.p, mine[0].t, seconds, longest, gone, mine, wait_s))
+        over = evidence.end is not None
+        found.append(Rest(rank, last.p, mine[0].t, seconds, longest, gone, mine, wait_s, over))
     return found
 
 
@@ -66,7 +68,7 @@ def _counts(p: P) -> bool:
 
 
 def bound_s(rest: Rest, least_s: float = 0.0) -> float:
-    """Seconds that all must be quiet before this rank's wait counts as a stall."""
+    """Seconds, at least least_s, that all must be quiet before this wait counts as a stall."""
     if rest.wait_s is not None:
         return rest.wait_s
     return max(WAIT_S, OWN_GAPS * rest.longest, least_s)

@@ -282,3 +282,12 @@ def test_the_documentation_tells_the_limits_that_the_rules_have():
     assert f"after {WAIT_S:g} s of quiet" in told and PATIENCE_S == 120 and "two minutes" in told
     evidence = Evidence()
     assert f"({evidence.stall_s:g} s; {START_STALL_S:g} s before the first step)" in told
+
+
+def test_a_poll_of_a_run_that_goes_on_is_given_longer_than_other_waits():
+    evidence, label = ALONE["it looks for something twice a second"]
+    assert judge(evidence).label == label == "STALLED:polling"  # it was ended
+    assert judge(replace(evidence, end=None)).kind == "INCONCLUSIVE"
+    samples = [replace(s, t=s.t + 60.0 * (s.t > 18.0)) for s in evidence.samples]
+    late = replace(evidence, samples=samples, seconds=90.0, end=None)
+    assert judge(late).label == "STALLED:polling"
