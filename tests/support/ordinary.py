@@ -18,6 +18,7 @@ from tqdm import tqdm
 OURS = (  # variables that lead the programs below to whoever watches
     "PYTHONPATH", "NSA_WATCH_FOLDER", "NSA_WATCH_ABOVE", "NSA_FAMILY_COOKIE",
     "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_TIMING",
 )  # fmt: skip
 
 
