@@ -263,6 +263,8 @@ class Observer:
                 continue
             for name in SAID:
                 _answer(counted.file, name).unlink(missing_ok=True)
+            if not self._looks:  # once in a rest
+                _answer(counted.file, "memory").with_suffix(".pickle").unlink(missing_ok=True)
             with contextlib.suppress(OSError, ValueError):
                 progress.ask(counted.file)
                 answers.append(_answer(counted.file, SAID[-1]))

@@ -6,7 +6,7 @@ From the ranks' Flight Recorders where they could be read, else from their stack
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from nsa.lab.verdict.flights import (
     Pair,
@@ -34,40 +34,47 @@ _WAITS = re.compile(
 
 
 def collectives(
-    evidence: Evidence, look: Snapshot, waits: Collection[Node] = ()
+    calls: Mapping[int, Pending | Pair], look: Snapshot, waits: Collection[Node] = ()
 ) -> dict[int, Collective]:
     """{rank: the collective that it is in}, of those that are in one.
 
-    waits: threads that wait for their device, though they burn a processor.
+    calls: as `open_calls` finds them. waits: threads that wait for their device, though they burn a
+    processor.
     """
     seen = _seen(look)
     # A stack is surer than a record of who is in a send or a receive of gloo's.
     stacked = {rank: one for rank, one in seen.items() if one.partners}
-    recorded = _recorded(evidence, look, waits)
+    recorded = _recorded(calls, look, waits)
     precise = {rank for rank, one in recorded.items() if one.paired}
     return seen | recorded | {r: one for r, one in stacked.items() if r not in precise}
 
 
-def _recorded(evidence: Evidence, look: Snapshot, waits: Collection[Node]) -> dict[int, Collective]:
-    """Collectives by the oldest call that has not ended, of each rank that waits."""
+def open_calls(evidence: Evidence) -> dict[int, Pending | Pair]:
+    """{rank: its oldest call that has not ended}, of its Flight Recorder."""
     flights = evidence.flights
     oldest: dict[int, tuple[float, Pending | Pair]] = {}
     for call in (*pending(flights, evidence.ranks()), *pairs(flights)):
         rows = call.entries if isinstance(call, Pending) else {call.rank: call.row}
         for rank, row in rows.items():
             made = row.get("created_ns") or float("inf")
-            if row.get("state") == "completed":
-                continue
-            if rank not in oldest or made < oldest[rank][0]:
+            if row.get("state") != "completed" and (rank not in oldest or made < oldest[rank][0]):
                 oldest[rank] = made, call
+    return {rank: call for rank, (_, call) in oldest.items()}
+
+
+def _recorded(
+    calls: Mapping[int, Pending | Pair], look: Snapshot, waits: Collection[Node]
+) -> dict[int, Collective]:
+    """Collectives by the oldest call that has not ended, of each rank that waits."""
     found = {}
-    for rank, (_, call) in oldest.items():
+    for rank, call in calls.items():
         if _waits(look, rank, waits):
             if isinstance(call, Pair):
-                made = _of_pair(call, oldest.get(call.peer, (0.0, None))[1])
+                one = _of_pair(call, calls.get(call.peer))
             else:
-                made = _of_group(call, rank, look)
-            found |= {rank: made} if made else {}
+                one = _of_group(call, rank, look)
+            if one is not None:
+                found[rank] = one
     return found
 
 

@@ -7,7 +7,7 @@ closed, at every look: nobody is left who could end the wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nsa.lab.verdict.activity import (
@@ -21,7 +21,8 @@ from nsa.lab.verdict.activity import (
     wakes,
 )
 from nsa.lab.verdict.chains import cycle_from, main_of, root_of, sentence, tells
-from nsa.lab.verdict.collectives import collectives
+from nsa.lab.verdict.collectives import collectives, open_calls
+from nsa.lab.verdict.flights import Pair, Pending
 from nsa.lab.verdict.frames import nearest, user_line
 from nsa.lab.verdict.graph import Graph, Node, build
 from nsa.lab.verdict.known import named_causes, waits_after_fork
@@ -36,7 +37,8 @@ def stall(evidence: Evidence) -> Stall | None:
     """Of the rank to blame: a certificate wins, then whoever works; None while a rank moves."""
     live = [rest for rest in rests(evidence) if not rest.gone]
     quiet = [rest for rest in live if rest.seconds >= evidence.stall_s]
-    found = [one for rest in quiet if (one := _of(evidence, rest, live)) is not None]
+    calls = open_calls(evidence) if quiet else {}
+    found = [one for rest in quiet if (one := _of(evidence, rest, live, calls)) is not None]
     order = {"certified": 0, "busy": 1, "timer": 2, "waiting": 3}
     found.sort(
         key=lambda x: (
@@ -51,7 +53,9 @@ def stall(evidence: Evidence) -> Stall | None:
     return found[0]
 
 
-def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
+def _of(
+    evidence: Evidence, rest: Rest, live: Sequence[Rest], calls: Mapping[int, Pending | Pair]
+) -> Stall | None:
     looks = [s for s in evidence.snapshots if s.full and s.t >= rest.since and s.of(rest.rank)]
     looks = [s for s in looks if s.p.get(rest.rank, rest.p) == rest.p]
     if len(looks) < LOOKS:
@@ -64,7 +68,7 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
     options = {"works": works, "moving": moving, "periodic": periodic, "locks": evidence.locks}
     options |= {"wakes": wakes(looks[-LOOKS:]) - waits.keys(), "waits": waits}
     graphs = [
-        build(look, collectives=collectives(evidence, look, waits), **options)
+        build(look, collectives=collectives(calls, look, waits), **options)
         for look in looks[-LOOKS:]
     ]
     last = graphs[-1]

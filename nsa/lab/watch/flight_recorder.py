@@ -43,7 +43,8 @@ def write(folder: Path, key: int | str) -> None:
             every = [torch.cuda.memory_stats(i) for i in range(torch.cuda.device_count())]
             held = {name: sum(stats.get(name, 0) for stats in every) for name in MEMORY}
             child.put(folder / f"memory-{key}.json", held)
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{key}.pickle"))
+            if not (snapshot := folder / f"memory-{key}.pickle").exists():  # it may be large
+                torch.cuda.memory._dump_snapshot(str(snapshot))
 
 
 def recorded() -> list[dict[str, Any]]:
