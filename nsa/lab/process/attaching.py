@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab.process import procfs
-from nsa.lab.process.members import RANKS, Members, first_of, is_python, ranks_of, variables
+from nsa.lab.process.members import Members, first_of, is_python, place, ranks_of, variables
 from nsa.lab.process.observer import Counted, Observer
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.activity import LOOKS
@@ -103,7 +103,7 @@ def _launch_of(pid: int) -> int:
     What started the launcher, as a script that begins several jobs, is none of the launch.
     """
     nearest = None
-    while not ranks_of(kernel.family({0: pid})) or _is_rank(pid):
+    while not (below := ranks_of(kernel.family({0: pid}))) or place(variables(pid))[0].isdecimal():
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             above = int(fields[1])
@@ -116,11 +116,7 @@ def _launch_of(pid: int) -> int:
         pid, nearest = above, nearest or above
         if launches:
             return pid
-    return pid if ranks_of(kernel.family({0: pid})) else nearest or pid
-
-
-def _is_rank(pid: int) -> bool:
-    return any(variables(pid).get(name, "").isdecimal() for name in RANKS)
+    return pid if below else nearest or pid
 
 
 def _counters(pid: int, told: Mapping[str, str]) -> Path | None:

@@ -18,11 +18,8 @@ _EVERY_S, _SHARE = 2.0, 0.002  # of a processor, for asking who there is
 
 def variables(pid: int) -> dict[str, str]:
     """The environment that a process was started with; empty where it may not be read."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    pairs = (entry.decode(errors="replace").partition("=") for entry in entries if entry)
+    entries = filter(None, kernel.environ(pid))
+    pairs = (entry.decode(errors="replace").partition("=") for entry in entries)
     return {name: value for name, _, value in pairs}
 
 
@@ -44,7 +41,7 @@ def ranks_of(processes: Sequence[Process]) -> dict[int, int]:
     Workers inherit their parent's; a launcher may have the number of its node, and no LOCAL_RANK.
     """
     known = {process.pid: process for process in processes}
-    places = {pid: _place(variables(pid)) for pid in known if is_python(pid)}
+    places = {pid: place(variables(pid)) for pid in known if is_python(pid)}
 
     def inherits(pid: int) -> bool:
         above = known[pid].parent
@@ -59,7 +56,8 @@ def ranks_of(processes: Sequence[Process]) -> dict[int, int]:
     return {int(places[pid][0]): pid for pid in own}
 
 
-def _place(told: dict[str, str]) -> tuple[str, str]:
+def place(told: dict[str, str]) -> tuple[str, str]:
+    """RANK, whatever its name, and LOCAL_RANK of a process's variables; "" where not set."""
     return next((told[name] for name in RANKS if told.get(name)), ""), told.get("LOCAL_RANK", "")
 
 

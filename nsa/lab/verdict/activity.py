@@ -25,6 +25,7 @@ _DEVICE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroni
            "hipDeviceSynchronize", "libcuda.so", "torch/cuda/streams.py:",
            "torch/cuda/__init__.py:")  # fmt: skip
 _COMPILES = ("ptxjit", "nvrtc", "nvvm", "LLVM", "llvm", "nvJitLink", "cuModuleLoad", "cuLink")
+_CARRYING = ("", "pipe", "socket", "fifo", "disk", "other")  # waits between which bytes move
 # Threads that carry what other ranks send, ask 100 times a second, and work from then on.
 CARRIERS, CARRIES = ("gloo_tcp_loop",), 0.05
 MADE_BY_LOOKS = 8  # py-spy stops a thread two or three times
@@ -55,14 +56,7 @@ def at_work(looks: Sequence[Snapshot], share: float = WORKS, *, moves: bool = Tr
             wants = wants and thread.name not in CARRIERS
             kind = thread.wait.kind if thread.wait else ""
             own = [t.io_bytes for t in mine if t.io_bytes is not None]
-            carries = (_moved(own) if own else moved) and kind in (
-                "",
-                "pipe",
-                "socket",
-                "fifo",
-                "disk",
-                "other",
-            )
+            carries = (_moved(own) if own else moved) and kind in _CARRYING
             if used >= least or wants or (moves and (carries or _changes(mine))):
                 found.add((process.pid, thread.tid))
     return found
@@ -188,7 +182,7 @@ def spins(looks: Sequence[Snapshot], rank: int) -> list[Thread]:
     """Its main thread at the last looks, if in a loop that its own locals alone could end, and
     those stayed as they were while it used seconds of a processor; else nothing.
     """
-    mine = [t for look in looks if (p := look.of(rank)) and (t := p.main())]
+    mine = mains(looks, rank)
     last = mine[-1] if mine else None
     same = list(takewhile(lambda t: last and _place(t) == _place(last), reversed(mine)))[::-1]
     if len(same) <= LOOKS or not all(_endless(t) for t in same):
@@ -205,6 +199,11 @@ def repeats(mine: Sequence[Thread]) -> float:
     if half < LOOKS or None in known or len(lines) < 2 or not set(states[half:]) <= known:
         return 0.0
     return mine[-1].cpu_s - mine[0].cpu_s
+
+
+def mains(looks: Sequence[Snapshot], rank: int) -> list[Thread]:
+    """The rank's main thread at each look that has it."""
+    return [t for look in looks if (p := look.of(rank)) and (t := p.main())]
 
 
 def _state(thread: Thread) -> tuple[Any, ...]:

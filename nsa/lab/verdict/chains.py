@@ -17,7 +17,7 @@ def root_of(graph: Graph, main: Node) -> Node:
     seen, node = {main[0]}, main
     while True:
         others = [*graph.everyone.get(node, ()), *graph.anyone.get(node, ())]
-        beyond = [other for other in others if other[0] not in seen and is_own(graph, other)]
+        beyond = [other for other in others if other[0] not in seen and _is_own(graph, other)]
         if not beyond:
             return node
         pid = beyond[0][0]
@@ -26,7 +26,7 @@ def root_of(graph: Graph, main: Node) -> Node:
         node = next((other for other in beyond if other[0] == pid and other in mains), beyond[0])
 
 
-def is_own(graph: Graph, node: Node) -> bool:
+def _is_own(graph: Graph, node: Node) -> bool:
     """Its process belongs to a rank of the run, and is no launcher or stranger."""
     process = graph.process(node)
     return process is None or process.of >= 0

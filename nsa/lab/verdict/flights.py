@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from nsa.lab.verdict.frames import nearest
+from nsa.lab.verdict.picture import runs
 
 Row = Mapping[str, Any]
 Flights = Mapping[int, Sequence[Row]]
@@ -107,7 +108,7 @@ def pairs(flights: Flights) -> list[Pair]:
     found = []
     for rank, rows in sorted(flights.items()):
         for row in rows:
-            if _is_pair(row) and (told := _PEER.search(_name(row))):
+            if _is_pair(row) and (told := _PEER.search(name_of(row))):
                 peer = _peer(rank, row, told)
                 ends = (rank, peer) if told[1] == "send" else (peer, rank)
                 line = lines.setdefault((*_named(row), *ends, told[1]), [])
@@ -135,21 +136,10 @@ def line_of(row: Row) -> str:
     return nearest(row.get("frames") or ())
 
 
-def name_of(row: Row) -> str:
-    """The operation, "all_reduce"; without its library."""
-    return _name(row)
-
-
 def ranks_said(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 0, 2 and 5 to 9"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
     told = []
-    for run in runs:
+    for run in runs(ranks):
         told += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
     all_but = ", ".join(told[:-1])
     return f"rank{'s' * (len(ranks) > 1)} {all_but}{' and ' * bool(all_but)}{told[-1]}"
@@ -188,7 +178,7 @@ def _together(before: Row | None, row: Row) -> Row:
     for name in ("sizes", "out_sizes", "dtypes"):
         merged[name] = [*(before.get(name) or ()), *(row.get(name) or ())]
     merged["frames"] = before.get("frames") or row.get("frames")
-    if "coalesced" in _name(row):
+    if "coalesced" in name_of(row):
         merged["op"] = before.get("op")
     return merged
 
@@ -218,7 +208,7 @@ def _at(
             unseen.append(rank)
     differs, odd = _differs(entries, members)
     first = next(iter(entries.values()))
-    names = [_name(row) for row in entries.values()]
+    names = [name_of(row) for row in entries.values()]
     return Pending(
         group=key[0],
         library=key[1],
@@ -247,7 +237,7 @@ def _dropped(rows: Sequence[Row], entries: Mapping[int, Row], library: str) -> b
 
 def _differs(entries: Mapping[int, Row], members: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     """(how the ranks' calls of one number differ, who differs from most); "" where they fit."""
-    names = {rank: _name(row) for rank, row in entries.items()}
+    names = {rank: name_of(row) for rank, row in entries.items()}
     types = {rank: _types(row) for rank, row in entries.items() if row.get("dtypes")}
     for values in (names, *_measures(entries, next(iter(names.values()), "")), types):
         kinds = list(values.values())
@@ -303,7 +293,7 @@ def called_of(row: Row) -> str:
     """ "all_reduce of [3] at train.py:9 step"."""
     sizes = ", ".join(map(str, row.get("sizes") or ()))
     line = line_of(row)
-    return f"{_name(row)} of {sizes or 'nothing'}{f' at {line}' if line else ''}"
+    return f"{name_of(row)} of {sizes or 'nothing'}{f' at {line}' if line else ''}"
 
 
 def group_said(call: Pending | Pair) -> str:
@@ -363,12 +353,13 @@ def _named(row: Row) -> tuple[str, str]:
 
 
 def _is_pair(row: Row) -> bool:
-    return bool(row.get("p2p")) or _name(row).startswith(("send", "recv"))
+    return bool(row.get("p2p")) or name_of(row).startswith(("send", "recv"))
 
 
 def _over(row: Row) -> bool:
     return row.get("state") == "completed"
 
 
-def _name(row: Row) -> str:
+def name_of(row: Row) -> str:
+    """The operation, "all_reduce"; without its library."""
     return str(row.get("op") or "?").rpartition(":")[2]

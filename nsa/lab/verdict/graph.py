@@ -26,7 +26,7 @@ _FROM_OTHERS = (
     ("torch/utils/data/_utils/pin_memory.py", "do_one_step"),
     ("multiprocessing/pool.py", "_handle_results"),
 )
-_UNTIL = re.compile(r", for (at most )?another [\d.]+ s")
+_TIMER = re.compile(r", for (?:at most )?another [\d.]+ s")
 _PINS = "torch/utils/data/_utils/pin_memory.py"
 # Threads of libraries that wake up now and then, and never do anything for the program.
 _HOUSEKEEPERS = ("tqdm/_monitor.py", "ipykernel/heartbeat.py", "wandb/sdk/internal/system")
@@ -130,6 +130,11 @@ class Graph:
         }
 
 
+def untimed(text: str) -> str:
+    """A wait's text without how long its timer runs."""
+    return _TIMER.sub("", text)
+
+
 def name_of(process: Process) -> str:
     """In a few words."""
     if process.rank is not None:
@@ -224,8 +229,7 @@ def _exact(
         own = [(process.pid, tid) for tid in pins if tid != thread.tid]
         beyond = [waker for waker in wait.wakers if waker[0] != process.pid]
         if beyond or own:
-            text = _UNTIL.sub("", wait.text)
-            wait = replace(wait, text=text, wakers=(*beyond, *own), left_s=None)
+            wait = replace(wait, text=untimed(wait.text), wakers=(*beyond, *own), left_s=None)
             return replace(thread, wait=wait)
     return thread
 

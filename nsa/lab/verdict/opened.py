@@ -9,20 +9,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nsa.lab.verdict.activity import LOOKS, repeats
+from nsa.lab.verdict.activity import LOOKS, mains, repeats
 from nsa.lab.verdict.chains import main_of, root_of, sentence, tells, works_at
 from nsa.lab.verdict.frames import user_frames, user_line
 from nsa.lab.verdict.graph import Graph, Node
 from nsa.lab.verdict.known import named_causes
 from nsa.lab.verdict.rests import Rest, Stall, bound_s
-from nsa.lab.watch.evidence import Snapshot
+from nsa.lab.watch.evidence import GPU_BUSY, Snapshot
 
 PATIENCE_S = 120.0  # a timer that ends later is waited for no more than a socket
 SPUN_LONG_S = 8.0  # after which one that asks something else is told as a stall
 POLLS_S = 45.0  # after which a poll counts as a stall: what is asked for may come late
 # after which a wait for a device counts as a stall, where nothing tells whether that device works
 UNTOLD_S = 120.0
-DEVICE_IDLES = 5.0  # percent
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Seen:
             known = True if True in works else None if None in works else False
             return known, told[-1]["text"]
         percents = [s.gpu_percent for s in self.rest.samples if s.gpu_percent is not None]
-        if percents and max(percents) <= DEVICE_IDLES:
+        if percents and max(percents) <= GPU_BUSY:
             return False, f"the GPU was idle ({max(percents):.0f} %) all that time"
         return None, f"the GPU is {max(percents):.0f} % busy" if percents else ""
 
@@ -85,8 +84,7 @@ def open_wait(seen: Seen) -> Stall | None:
     edges = [graph.edge(n) for n in chain if graph.threads[n].wait and tells(graph, main, n)][:12]
     told: dict[str, Any] = {"edges": edges, "unknown": list(dict.fromkeys(unknown))}
     if busy := seen.busy(chain):
-        mine = [t for look in looks if (p := look.of(rest.rank)) and (t := p.main())]
-        if busy == [main] and (used := repeats(mine)) >= SPUN_LONG_S:
+        if busy == [main] and (used := repeats(mains(looks, rest.rank))) >= SPUN_LONG_S:
             same = f"in {used:.0f} s of a processor none of its variables changed"
             because = [works_at(graph, main), same]
             if rest.seconds >= bound_s(rest):

@@ -190,9 +190,13 @@ def clipped(line: str, width: int = WIDTH) -> str:
 
 def spans(numbers: Sequence[int]) -> str:
     """0-2, 4, 6-63."""
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs(numbers))
+
+
+def runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Numbers in order, each with those that follow it without a gap."""
     ordered = enumerate(sorted(set(numbers)))
-    runs = [[n for _, n in run] for _, run in groupby(ordered, key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
+    return [[n for _, n in run] for _, run in groupby(ordered, key=lambda pair: pair[1] - pair[0])]
 
 
 def _together(group: list[dict[str, Any]]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from nsa.lab.verdict.graph import untimed
 from nsa.lab.watch.evidence import Evidence
 
-_TIMER = re.compile(r", for (?:at most )?another [\d.]+ s")
 BY = "ended by "  # how the message of an End begins that a signal brought
 
 
@@ -37,5 +36,5 @@ def without_timers(
     because: Sequence[str], edges: Sequence[dict[str, Any]]
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """The same words without how long a timer runs: in what can never end it only asks again."""
-    told = [{**edge, "text": _TIMER.sub("", edge["text"])} for edge in edges]
-    return [_TIMER.sub("", one) for one in because], told
+    told = [{**edge, "text": untimed(edge["text"])} for edge in edges]
+    return [untimed(one) for one in because], told

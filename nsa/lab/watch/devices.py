@@ -12,14 +12,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from nsa.lab.process import preflight
+from nsa.lab.watch.evidence import GPU_BUSY
+from nsa.lab.watch.kernel import environ
 
 EVERY_S = 1.0
-BUSY = 5.0  # percent of the time in which any kernel ran, from which a GPU counts as busy
 # Percent of their peak. Two H100s: what waits for another rank, or spins on a flag or a clock, has
 # 0.06 % of the memory's bandwidth, 1 % of the integer units and nothing of the others; a graph of
 # kernels of one block each has 0.05 % of fp32.
@@ -47,7 +47,7 @@ class Use:
     @property
     def works(self) -> bool | None:
         """False where it idles or only spins; None where nothing tells these apart from work."""
-        if self.percent < BUSY:
+        if self.percent < GPU_BUSY:
             return False
         if self.rates:
             moved = self.rates.get("nvlink", 0.0) >= MOVES_MIB
@@ -199,8 +199,5 @@ def of_ranks(gpus: Mapping[int, Use], ranks: Mapping[int, int]) -> dict[int, dic
 
 
 def _local_rank(pid: int) -> int:
-    with suppress(OSError, ValueError):
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if entry.startswith(b"LOCAL_RANK="):
-                return int(entry[11:])
-    return -1
+    told = next((e[11:] for e in environ(pid) if e.startswith(b"LOCAL_RANK=")), b"")
+    return int(told) if told.isdigit() else -1

@@ -13,6 +13,7 @@ from typing import Any
 
 OUTSIDE = "seen from outside"  # the phase of a rank that counts nothing: its events are its work
 PHASES = ("start", "data", "forward", "backward", "optimizer", "end", "other")
+GPU_BUSY = 5.0  # percent of the time in which any kernel ran, from which a GPU counts as busy
 ENDS = ("returned", "exception", "signal", "exit", "stopped by the supervisor")
 REASONS = ("stall", "deadline", "caller")  # why the supervisor stopped it
 TOOLS = ("py-spy", "faulthandler", "native", "proc")

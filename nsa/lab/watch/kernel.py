@@ -249,7 +249,7 @@ def _carriers(cookie: str, seen: dict[int, list[str]]) -> set[int]:
         key = (pid, int(fields[19]), cookie)
         has = _carries.get(key)
         if has is None:
-            has = any((entry + b"/").startswith(mark) for entry in _environ(pid))
+            has = any((entry + b"/").startswith(mark) for entry in environ(pid))
             if has or uptime - int(fields[19]) / _TICKS > _YOUNG_S:
                 _carries[key] = has
         if has:
@@ -260,12 +260,13 @@ def _carriers(cookie: str, seen: dict[int, list[str]]) -> set[int]:
 
 
 def _rank_of(pid: int, ranks: dict[int, int]) -> int:
-    told = next((e[5:] for e in _environ(pid) if e.startswith(b"RANK=")), b"")
+    told = next((e[5:] for e in environ(pid) if e.startswith(b"RANK=")), b"")
     rank = int(told) if told.isdigit() else STRANGER
     return rank if rank in ranks else min(ranks, default=STRANGER)
 
 
-def _environ(pid: int) -> list[bytes]:
+def environ(pid: int) -> list[bytes]:
+    """NAME=VALUE of all that a process was started with; empty where that may not be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")
