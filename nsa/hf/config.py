@@ -1,6 +1,8 @@
 """A model's config as transformers stores it: config.json holds each field of ModelConfig."""
 
+import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
@@ -20,6 +22,23 @@ OTHER = {
 }
 
 
+# The file of a saved model that leads `trust_remote_code=True` to this package.
+CODE = "modeling_nsa"
+AUTO = {
+    "AutoConfig": "NSAConfig",
+    "AutoModel": "NSAModel",
+    "AutoModelForCausalLM": "NSAForCausalLM",
+    "AutoModelForSequenceClassification": "NSAForSequenceClassification",
+    "AutoModelForTokenClassification": "NSAForTokenClassification",
+}
+_STUB = f'''"""Classes of the package nsa, for transformers' trust_remote_code."""
+
+from nsa.hf import (  # pip install 'nsa[hf]' brings it
+    {", ".join(sorted(AUTO.values()))},
+)
+'''
+
+
 class NSAConfig(PretrainedConfig):
     """The fields of `ModelConfig` under their own names, or under transformers' (`hidden_size`).
 
@@ -27,6 +46,9 @@ class NSAConfig(PretrainedConfig):
     is such a model; what is left out is as in the preset "production". `nsa` may also be an
     `nsa.config.NSAConfig`. All fields are written to config.json, so that other defaults of a later
     version change no stored model. Dense attention has no cache, so `use_cache` is False for it.
+
+    A saved folder has a file of code that imports this package, for `trust_remote_code=True`; where
+    the package is installed, transformers knows the model without it, see `nsa.autoload`.
 
     Raises ValueError and TypeError as ModelConfig does.
     """
@@ -40,6 +62,8 @@ class NSAConfig(PretrainedConfig):
         "num_attention_heads": "heads",
         "num_key_value_heads": "kv_heads",
         "max_position_embeddings": "max_tokens",
+        "intermediate_size": "mlp_hidden",
+        "rms_norm_eps": "norm_eps",
     }
 
     def __init__(self, **values: Any) -> None:
@@ -55,6 +79,7 @@ class NSAConfig(PretrainedConfig):
         other = {name: values.pop(name, default) for name, default in OTHER.items()}
         if other["use_cache"] is None:
             other["use_cache"] = own["attention"] == "nsa"
+        values["auto_map"] = {auto: f"{CODE}.{name}" for auto, name in AUTO.items()}
         super().__init__(**values)
         for name, value in (own | other).items():
             setattr(self, name, value)
@@ -63,6 +88,11 @@ class NSAConfig(PretrainedConfig):
     def of(cls, config: ModelConfig, **other: Any) -> "NSAConfig":
         """The config of a model of this package; `other` is transformers' own, as eos_token_id."""
         return cls(**config.to_dict(), **other)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
+        """Writes config.json, and the file that `trust_remote_code=True` executes."""
+        super().save_pretrained(save_directory, **options)
+        Path(save_directory, f"{CODE}.py").write_text(_STUB)
 
     def model_config(self) -> ModelConfig:
         """The config of the model itself. Raises ValueError for fields set to what does not fit."""
