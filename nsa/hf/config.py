@@ -62,12 +62,11 @@ class NSAConfig(PretrainedConfig):
         "num_attention_heads": "heads",
         "num_key_value_heads": "kv_heads",
         "max_position_embeddings": "max_tokens",
-        "intermediate_size": "mlp_hidden",
         "rms_norm_eps": "norm_eps",
     }
 
     def __init__(self, **values: Any) -> None:
-        values = {self.attribute_map.get(name, name): x for name, x in values.items()}
+        values = _own_names(values)
         own = {name: values.pop(name, default) for name, default in DEFAULTS.items()}
         given = own["nsa"]
         if isinstance(given, Sizes):
@@ -89,6 +88,17 @@ class NSAConfig(PretrainedConfig):
         """The config of a model of this package; `other` is transformers' own, as eos_token_id."""
         return cls(**config.to_dict(), **other)
 
+    @property
+    def intermediate_size(self) -> int:
+        """Hidden width of the MLP, also where `mlp_hidden` is left to its default."""
+        return self.model_config().mlp_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, the sizes under transformers' names as well, which tools look up."""
+        found = super().to_dict()
+        found |= {theirs: found[own] for theirs, own in self.attribute_map.items() if own in found}
+        return found | {"intermediate_size": self.intermediate_size}
+
     def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
         """Writes config.json, and the file that `trust_remote_code=True` executes."""
         super().save_pretrained(save_directory, **options)
@@ -97,3 +107,20 @@ class NSAConfig(PretrainedConfig):
     def model_config(self) -> ModelConfig:
         """The config of the model itself. Raises ValueError for fields set to what does not fit."""
         return ModelConfig.from_dict({name: getattr(self, name) for name in DEFAULTS})
+
+
+def _own_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Values under this package's names. ValueError for two that disagree on one field."""
+    found = dict(values)
+    hidden = found.pop("intermediate_size", None)
+    if "mlp_hidden" not in found and hidden is not None:
+        found["mlp_hidden"] = hidden
+    for theirs, own in NSAConfig.attribute_map.items():
+        if theirs not in found:
+            continue
+        value = found.pop(theirs)
+        if found.setdefault(own, value) != value:
+            raise ValueError(
+                f"{theirs}={value!r} and {own}={found[own]!r} name one field; give one"
+            )
+    return found

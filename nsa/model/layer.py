@@ -175,7 +175,7 @@ class NSAAttention(nn.Module):
         widths = (config.kv_heads * size for size in (config.head_dim, config.value_size))
         return tuple(nn.Linear(config.dim, width, bias=False) for width in widths)
 
-    def linears(self) -> dict[str, nn.Linear]:
+    def linears(self) -> dict[str, nn.Module]:
         """Projections that read x: `q`, `k SOURCE` and `v SOURCE`; a source is a branch, or
         `shared`."""
         found = {"q": self.q_proj}
