@@ -23,6 +23,7 @@ from nsa.hf.base import NSAModel
 from nsa.hf.cache import GenerationCache
 from nsa.hf.config import AUTO, NSAConfig
 from nsa.hf.convert import from_checkpoint, from_llama, to_checkpoint
+from nsa.hf.fla import from_fla, to_fla
 from nsa.hf.model import (
     NSAForCausalLM,
     NSAForSequenceClassification,
@@ -37,8 +38,10 @@ __all__ = [
     "NSAForTokenClassification",
     "NSAModel",
     "from_checkpoint",
+    "from_fla",
     "from_llama",
     "to_checkpoint",
+    "to_fla",
 ]
 
 transformers.AutoConfig.register(NSAConfig.model_type, NSAConfig, exist_ok=True)

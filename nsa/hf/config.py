@@ -66,6 +66,11 @@ class NSAConfig(PretrainedConfig):
     }
 
     def __init__(self, **values: Any) -> None:
+        if "block_counts" in values:
+            raise ValueError(
+                "this is a config of flash-linear-attention's NSA, whose model_type is the same; "
+                "nsa.hf.from_fla(folder) takes such a model"
+            )
         values = _own_names(values)
         own = {name: values.pop(name, default) for name, default in DEFAULTS.items()}
         given = own["nsa"]

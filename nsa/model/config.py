@@ -38,7 +38,7 @@ class ModelConfig:
     attention: str = "nsa"  # or "dense": causal over all tokens, one K/V projection
     nsa: NSAConfig = field(default_factory=NSAConfig)
     phi: str = "mean"
-    gate: str = "sigmoid"  # or "softmax", or "uniform": 1/3 each, without parameters
+    gate: str = "sigmoid"  # or "linear", "softmax", or "uniform": 1/3 each, without parameters
     gate_temperature: float = 1.0  # the gate's logits are divided by it
     gate_init: str = "xavier"  # the gate's last matrix: gain 0.1, or "zero"
     compress_rope: str = "before"  # rotate keys before phi, or compressed keys after it
@@ -98,7 +98,7 @@ class ModelConfig:
         if self.gate == "uniform" and given:
             raise ValueError(
                 f"gate='uniform' has no parameters, so that {', '.join(given)} would change "
-                "nothing; leave it out, or take gate='sigmoid' or 'softmax'"
+                "nothing; leave it out, or take gate='sigmoid', 'linear' or 'softmax'"
             )
         layer_range(self.checkpoint, self.layers)
 

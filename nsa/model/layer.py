@@ -123,7 +123,8 @@ class NSAAttention(nn.Module):
     Each branch has its own k and v projection (section 3.3.3), or all share one (`shared_kv`).
     Queries are rotated, and keys too, but for k_cmp with compress_rope="after". The gate is an MLP
     whose hidden width is head_dim // 2, of the hidden state ("sigmoid") or of the rotated mean
-    query of each group ("softmax"); "uniform" is the constant 1/3 and has no parameters.
+    query of each group ("softmax"); "linear" is one matrix without bias and then a sigmoid, as in
+    flash-linear-attention; "uniform" is the constant 1/3 and has no parameters.
 
     Parameters that rightly have no gradient: the gate's with `force_branch` (it is the constant 1)
     or `stopgrad_gates`; with `force_branch` also the other branches' projections and phi, which are
@@ -159,7 +160,9 @@ class NSAAttention(nn.Module):
                 key, value = self._keys_and_values()
                 self.add_module(branch, nn.ModuleDict({"k_proj": key, "v_proj": value}))
         self.o_proj = nn.Linear(heads * config.value_size, dim, bias=False)
-        if config.gate != "uniform":
+        if config.gate == "linear":
+            self.gate2 = nn.Linear(dim, 3 * heads, bias=False)
+        elif config.gate != "uniform":
             per_group = config.gate == "softmax"
             self.gate1 = nn.Linear(config.head_dim if per_group else dim, config.head_dim // 2)
             self.gate2 = nn.Linear(config.head_dim // 2, 3 if per_group else 3 * heads)
@@ -191,12 +194,12 @@ class NSAAttention(nn.Module):
         all gates start near sigmoid(0) = 1/2 or near 1/3. With gate_init="zero" the last matrix is
         0 and they start there exactly; the first one then has no gradient in the first step."""
         draw(self.linears().values(), self.o_proj, self.config.layers, generator)
-        if self.config.gate != "uniform":
-            gain = 0.0 if self.config.gate_init == "zero" else 0.1
-            nn.init.xavier_uniform_(self.gate1.weight, generator=generator)
-            nn.init.xavier_uniform_(self.gate2.weight, gain=gain, generator=generator)
-            nn.init.zeros_(self.gate1.bias)
-            nn.init.zeros_(self.gate2.bias)
+        gains = {"gate1": 1.0, "gate2": 0.0 if self.config.gate_init == "zero" else 0.1}
+        for name, linear in self.named_children():
+            if name in gains:
+                nn.init.xavier_uniform_(linear.weight, gain=gains[name], generator=generator)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
         if self.config.phi in LEARNED_PHI:
             self.phi_key.reset_parameters(generator)
             self.phi_value.reset_parameters(generator)
@@ -352,6 +355,9 @@ class NSAAttention(nn.Module):
         if config.gate == "uniform":
             return q.new_full((), 1 / 3).expand(*q.shape[:-1], 3)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not config.stopgrad_gates):
+            if config.gate == "linear":
+                logits = self.gate2(x) / config.gate_temperature  # [B, T, HQ*3]
+                return logits.unflatten(-1, (-1, 3)).sigmoid().to(q.dtype)
             if config.gate == "softmax":
                 gates = softmax_gates(
                     q, config.kv_heads, self.gate1, self.gate2, config.gate_temperature

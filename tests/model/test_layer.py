@@ -18,7 +18,7 @@ from nsa.reference.nsa import BRANCHES, nsa
 ROUNDING_ONLY = {("linear", "before"): "phi_key.position", ("mlp", "before"): "phi_key.bias2"}
 
 
-@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("gate", ["sigmoid", "linear", "softmax"])
 @pytest.mark.parametrize("rope", ["before", "after"])
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
 def test_every_parameter_gets_a_finite_nonzero_gradient_at_the_first_step(phi, rope, gate):
@@ -182,7 +182,7 @@ def test_a_forced_branch_skips_the_others_work(force_branch):
     assert forced_nodes < 0.6 * full_nodes
 
 
-@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("gate", ["sigmoid", "linear", "softmax"])
 def test_stopped_gates_cost_exactly_the_gate_parameters_their_gradient(gate):
     plain, stopped = (
         LanguageModel(tiny(gate=gate, stopgrad_gates=stopped)) for stopped in (False, True)
@@ -192,7 +192,17 @@ def test_stopped_gates_cost_exactly_the_gate_parameters_their_gradient(gate):
         assert torch.equal(stopped(tokens())[0], plain(tokens())[0])
     assert not without_gradient(plain)
     gates = {f"blocks.{layer}.attention.{name}" for layer in (0, 1) for name in GATE}
-    assert without_gradient(stopped) == gates
+    assert without_gradient(stopped) == gates & set(plain.state_dict())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_linear_gate_is_the_sigmoid_of_one_matrix(temperature):
+    layer = NSAAttention(tiny(gate="linear", gate_temperature=temperature))
+    assert [n for n, _ in layer.named_parameters() if "gate" in n] == ["gate2.weight"]
+    x = hidden(layer.config)
+    wanted = torch.sigmoid(x @ layer.gate2.weight.T / temperature)
+    found = layer.gates(x, torch.randn(1, TOKENS, 4, 8))
+    torch.testing.assert_close(found, wanted.view(1, TOKENS, 4, 3))
 
 
 def test_a_uniform_gate_is_a_third_each_and_costs_exactly_the_gates_gradients():

@@ -47,7 +47,8 @@ def check_equal(model, sizes, count=TOKENS, **how):
     return cache
 
 
-PHI, GATE, ROPE = ("mean", "linear", "mlp"), ("sigmoid", "softmax", "uniform"), ("before", "after")
+PHI, ROPE = ("mean", "linear", "mlp"), ("before", "after")
+GATE = ("sigmoid", "linear", "softmax", "uniform")
 BRANCH = None, "cmp", "slc", "win"
 GRID = [
     {"phi": phi, "gate": gate, "compress_rope": rope, "shared_kv": shared, "force_branch": branch}

@@ -15,7 +15,7 @@ from nsa.model.presets import PRESETS, preset, production, repro
         ({"head_dim": 9}, "head_dim=9 is odd .*8 and 10"),
         ({"head_dim": 1}, "head_dim=1 is odd .*2 and 2"),
         ({"phi": "max"}, "phi='max' is unknown; known are mean, linear, mlp"),
-        ({"gate": "tanh"}, "gate='tanh' is unknown; known are sigmoid, softmax, uniform"),
+        ({"gate": "tanh"}, "gate='tanh' is unknown; known are sigmoid, linear, softmax, uniform"),
         ({"compress_rope": "never"}, "compress_rope='never' .* before, after"),
         ({"force_branch": "sel"}, "force_branch='sel' .* cmp, slc, win, None"),
         ({"backend": ""}, "'auto'"),
