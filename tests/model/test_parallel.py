@@ -1,14 +1,12 @@
 """Two ranks train as one process does: DDP and FSDP2, accumulated, checkpointed, loaded again."""
 
 import socket
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
 import rank_entries
 import torch
-from processes import environment_with_package, free_port
+from processes import free_port, run_ranks
 from tiny_models import tiny
 
 from nsa.model import parallel
@@ -24,26 +22,8 @@ def place_of(monkeypatch, **place):
 
 
 def two_ranks(folder, backend):
-    """What both ranks saw, in processes started without torchrun but with what it would set."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    common = environment_with_package() | meeting | {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, rank_entries.__file__, str(folder), backend],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        for rank in ranks:
-            _, error = rank.communicate(timeout=240)
-            assert rank.returncode == 0, error
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    """What both ranks saw."""
+    run_ranks(2, "rank_entries.py", folder, backend)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -5,7 +5,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from places import ROOT, SUPPORT
@@ -38,6 +40,36 @@ def told_by(program: str, *args: object) -> dict:
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
+
+
+def run_ranks(count: int, program: str, *arguments: object) -> None:
+    """Processes of a program of this folder, started without torchrun but with what it would set;
+    none must fail."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = environment_with_package() | meeting | {"OMP_NUM_THREADS": "1"}
+    if given := os.environ.get("PYTHONPATH"):
+        common["PYTHONPATH"] += f"{os.pathsep}{given}"
+    common |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    # Files, because a rank that waits for its pipe to be read holds the others up.
+    with ExitStack() as files:
+        told = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(count)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(SUPPORT / program), *map(str, arguments)],
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=told[rank],
+            )
+            for rank in range(count)
+        ]
+        try:
+            for rank, errors in zip(ranks, told, strict=True):
+                if rank.wait(timeout=400):
+                    errors.seek(0)
+                    raise AssertionError(errors.read()[-4000:])
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
 
 
 def free_port() -> int:

@@ -1,0 +1,175 @@
+"""NSA as a model of torchtitan 0.3: its configs, its sharding, its names in Hugging Face's layout.
+
+    torchrun --nproc-per-node 8 -m torchtitan.train --module nsa.recipes.torchtitan --config small
+
+`--module` takes any module that can be imported, so that nothing is registered in torchtitan. Data
+parallelism over any number of ranks (FSDP2, HSDP), activation checkpointing, compilation layer by
+layer and torchtitan's checkpoints, also in Hugging Face's layout; no tensor, context or pipeline
+parallelism.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.protocols import BaseModel, ModelSpec, StateDictAdapter
+from torchtitan.trainer import Trainer
+
+from nsa.lab.measure.limits import step_flops
+from nsa.model.config import ModelConfig
+from nsa.model.llama import Block, LanguageModel
+from nsa.model.presets import preset
+from nsa.model.rotary import rotary_for
+
+LAYERS = "blocks"  # what a LanguageModel calls its layers, and torchtitan "layers"
+HF_PREFIX = "model."  # before a LanguageModel's names in NSAForCausalLM
+
+
+class NSAModel(LanguageModel, BaseModel):
+    """A LanguageModel that torchtitan's Trainer builds, draws and calls."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        model: ModelConfig
+
+        def update_from_config(self, *, config: Trainer.Config, **_: Any) -> None:
+            """Nothing of the trainer's config changes the model."""
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """(parameters, operations of a training step for each of its tokens)."""
+            flops = step_flops(self.model, seq_len, 1).total // seq_len
+            return sum(p.numel() for p in model.parameters()), flops
+
+    def __init__(self, config: "NSAModel.Config") -> None:
+        super().__init__(config.model)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, **_: Any) -> Tensor:
+        """Logits [B, T, V]. Where positions [B, T] begin at 0 again another document begins, which
+        does not see those before it."""
+        if positions is None:
+            return super().forward(tokens)[0]
+        first = positions == 0
+        first[:, 0] = True
+        end = torch.tensor([tokens.numel()], device=tokens.device)
+        borders = torch.cat([first.flatten().nonzero()[:, 0], end]).int()
+        rotary = rotary_for(self.config, tokens.numel(), tokens.device, borders)
+        x = self.run_blocks(self.embed(tokens.view(1, -1)), rotary, borders)
+        return self.logits(x.view(*tokens.shape, -1))  # logits that are a view would be no good
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """By torchtitan's name for the layers too."""
+        return super().get_submodule(LAYERS if target == "layers" else target)
+
+    def verify_module_protocol(self) -> None:
+        """Layers here are plain modules of torch, which `init_states` knows how to draw."""
+
+    @torch.no_grad()
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Draws the weights, layer by layer: each rank draws a whole layer and keeps its shards, so
+        that the model begins alike on any number of ranks."""
+        with torch.device(self.norm.weight.device):
+            ends = LanguageModel(self.config.with_(layers=1, checkpoint=""))
+            for index, layer in enumerate(self.get_submodule("layers")):
+                _keep_shards(layer, Block(self.config, index))
+        for name in ("embed", "norm", "head"):
+            _keep_shards(getattr(self, name), getattr(ends, name))
+
+
+def _keep_shards(mine: nn.Module, whole: nn.Module) -> None:
+    for parameter, full in zip(mine.parameters(), whole.parameters(), strict=True):
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            full = distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
+        parameter.copy_(full)
+
+
+def parallelize(
+    model: NSAModel,
+    *,
+    parallel_dims: Any,
+    training: TrainingConfig,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+) -> NSAModel:
+    """Recomputes, compiles and shards each layer, and then the rest. ValueError for parallelism
+    that cuts heads or sequences, which no kernel of NSA's takes."""
+    has_not = [n for n in ("tp", "cp", "pp", "ep") if getattr(parallel_dims, f"{n}_enabled")]
+    if has_not:
+        got = ", ".join(f"{n} = {getattr(parallel_dims, n)}" for n in has_not)
+        raise ValueError(f"NSA in torchtitan is sharded by FSDP2 alone, and {got}; 1 would do")
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compile_config.enable and "model" in compile_config.components:
+        for layer in model.get_submodule("layers"):
+            layer.compile(backend=compile_config.backend)
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        cast_forward_inputs=False,  # angles stay in fp32
+    )
+    names = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+    names += ["fsdp" if parallelism.spmd_backend == "partial_dtensor" else "dp_shard"]
+    options = {"mesh": parallel_dims.get_mesh(names), "mp_policy": policy}
+    options["reshard_after_forward"] = parallelism.fsdp_reshard_after_forward != "never"
+    for layer in model.get_submodule("layers"):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    disable_fsdp_gradient_division(model)  # the trainer divides by the tokens of all ranks
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo can sum, and not scale
+    return model
+
+
+class HFNames(StateDictAdapter):
+    """The names of nsa.hf.NSAForCausalLM, for checkpoints in Hugging Face's layout."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {HF_PREFIX + name: x for name, x in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix(HF_PREFIX): x for name, x in hf_state_dict.items()}
+
+
+def spec(model: ModelConfig) -> ModelSpec:
+    """What a Trainer.Config has as its `model_spec` for such a model."""
+    return ModelSpec(
+        name="nsa",
+        flavor=model.name,
+        model=NSAModel.Config(model=model),
+        parallelize_fn=parallelize,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=HFNames,
+    )
+
+
+def small() -> Trainer.Config:
+    """The preset "production" over the tokens of the tokenizer in hf_assets_path, to begin with:
+    every field can be set on the command line."""
+    model = preset("production", vocab=128256)
+    return Trainer.Config(
+        model_spec=spec(model),
+        loss=CrossEntropyLoss.Config(global_vocab_size=model.vocab),
+        optimizer=default_adamw(lr=3e-4),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=200),
+        # A step looks at where documents begin, for which the host waits.
+        training=TrainingConfig(
+            local_batch_size=1, seq_len=8192, steps=1000, disable_cuda_graphs=True
+        ),
+        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
+        checkpoint=CheckpointManager.Config(enable=True, interval=500),
+        activation_checkpoint=FullAC.Config(),
+    )
