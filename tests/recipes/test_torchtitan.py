@@ -59,7 +59,9 @@ def test_what_it_leaves_in_hugging_faces_layout_is_the_model_there(folders):
         batch = tokens(4, 49, seed=0) % 7
         with torch.no_grad():
             borders = torch.tensor([*range(0, 192, 48), *range(20, 192, 48), 192]).sort().values
-            logits = model(batch[:, :-1].reshape(1, -1), cu_seq_lens_q=borders.int()).logits[0]
+            logits = model(
+                batch[:, :-1].reshape(1, -1), cu_seq_lens_q=borders.int(), use_cache=False
+            ).logits[0]
         loss = torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
         assert seen(folder)["first loss"] == pytest.approx(loss.item(), rel=1e-5)
 
@@ -77,6 +79,4 @@ def test_recomputed_replicated_compiled_and_bf16_layers_say_the_same(folders):
 def test_the_command_line_finds_the_recipe_and_what_it_cannot_do_is_named(folders):
     found = seen(folders[0])
     assert found["parsed"] == [3, "production"]
-    assert (
-        found["declined"] == "NSA in torchtitan is sharded by FSDP2 alone, and tp = 2; 1 would do"
-    )
+    assert "is sharded by FSDP2 alone, and tp = 2; 1 would do" in found["declined"]

@@ -112,9 +112,8 @@ def first_loss(folder, **changes):
 
 def declined(parsed):
     """What a model says that is to be cut by tensor parallelism."""
-    cut = SimpleNamespace(
-        tp=2, tp_enabled=True, cp_enabled=False, pp_enabled=False, ep_enabled=False
-    )
+    off = {f"{name}_enabled": False for name in ("cp", "pp", "ep")}
+    cut = SimpleNamespace(tp=2, tp_enabled=True, **off)
     given = {"training": parsed.training, "parallelism": parsed.parallelism, "dump_folder": ""}
     given |= {"compile_config": parsed.compile, "ac_config": None}
     try:
