@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nsa.model.data import text
-from nsa.model.llama import Block, LanguageModel
+from nsa.model.llama import Block, Decoder, LanguageModel
 from nsa.model.presets import PRESETS, preset
 
 # A parameter that no loss has reached, as those of a forced branch, has no optimizer state.
@@ -47,7 +47,7 @@ def shard(
     # Inputs are not cast, because the angles among a block's stay in fp32.
     policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
     for module in list(model.modules()):
-        if isinstance(module, LanguageModel) and recompute:
+        if isinstance(module, Decoder) and recompute:
             module.recompute("all")
         if isinstance(module, Block):
             fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -29,10 +29,10 @@ from nsa.lab.measure.limits import step_flops
 from nsa.model.config import ModelConfig
 from nsa.model.llama import Block, LanguageModel
 from nsa.model.presets import preset
-from nsa.model.rotary import rotary_for
 
-LAYERS = "blocks"  # what a LanguageModel calls its layers, and torchtitan "layers"
-HF_PREFIX = "model."  # before a LanguageModel's names in NSAForCausalLM
+LAYERS = "blocks"  # the layers' name in a LanguageModel; torchtitan's is "layers"
+HEAD = "head.weight", "lm_head.weight"  # its name in a LanguageModel, and in NSAForCausalLM
+BASE = "model."  # before all other names in NSAForCausalLM
 
 
 class NSAModel(LanguageModel, BaseModel):
@@ -62,8 +62,7 @@ class NSAModel(LanguageModel, BaseModel):
         first[:, 0] = True
         end = torch.tensor([tokens.numel()], device=tokens.device)
         borders = torch.cat([first.flatten().nonzero()[:, 0], end]).int()
-        rotary = rotary_for(self.config, tokens.numel(), tokens.device, borders)
-        x = self.run_blocks(self.embed(tokens.view(1, -1)), rotary, borders)
+        x = self.hidden(tokens.view(1, -1), borders)
         return self.logits(x.view(*tokens.shape, -1))  # logits that are a view would be no good
 
     def get_submodule(self, target: str) -> nn.Module:
@@ -81,7 +80,7 @@ class NSAModel(LanguageModel, BaseModel):
             ends = LanguageModel(self.config.with_(layers=1, checkpoint=""))
             for index, layer in enumerate(self.get_submodule("layers")):
                 _keep_shards(layer, Block(self.config, index))
-        for name in ("embed", "norm", "head"):
+        for name in ("embed_tokens", "norm", "head"):
             _keep_shards(getattr(self, name), getattr(ends, name))
 
 
@@ -137,10 +136,13 @@ class HFNames(StateDictAdapter):
     """The names of nsa.hf.NSAForCausalLM, for checkpoints in Hugging Face's layout."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {HF_PREFIX + name: x for name, x in state_dict.items()}
+        ours, theirs = HEAD
+        return {theirs if name == ours else BASE + name: x for name, x in state_dict.items()}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {name.removeprefix(HF_PREFIX): x for name, x in hf_state_dict.items()}
+        ours, theirs = HEAD
+        given = hf_state_dict.items()
+        return {ours if name == theirs else name.removeprefix(BASE): x for name, x in given}
 
 
 def spec(model: ModelConfig) -> ModelSpec:
