@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from nsa.config import NSAConfig as Sizes
 from nsa.hf.model import NSAForCausalLM
@@ -76,6 +76,7 @@ def from_llama(
     dropout, another activation, rotary that is neither plain nor linearly scaled.
     """
     if not isinstance(llama, nn.Module):
+        _config(AutoConfig.from_pretrained(llama), Sizes())  # says what is amiss before it loads
         llama = LlamaForCausalLM.from_pretrained(llama)
     unknown = [name for name in options if name not in OWN]
     if unknown:
@@ -103,7 +104,9 @@ def from_llama(
 def _config(theirs: Any, nsa: Sizes) -> ModelConfig:
     """The same sizes. ValueError for what the model does not have."""
     if theirs.model_type != "llama":
-        raise ValueError(f"a model of type {theirs.model_type!r} is no Llama")
+        raise ValueError(
+            f"a model of type {theirs.model_type!r} is no Llama; model_type 'llama' can be taken"
+        )
     rope = dict(getattr(theirs, "rope_parameters", None) or {})
     kind = rope.get("rope_type", "default")
     plain = {

@@ -6,6 +6,7 @@ from tiny_models import tiny, tokens
 
 pytest.importorskip("transformers")
 
+import transformers
 from hf_models import made
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -107,6 +108,10 @@ def test_the_branches_copies_are_trained_apart(tmp_path):
         assert not torch.equal(weights[1].grad, weights[2].grad)
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
@@ -115,11 +120,25 @@ def test_the_branches_copies_are_trained_apart(tmp_path):
         ({"attention_dropout": 0.1}, {}, "attention_dropout=0.1"),
         ({}, {"dim": 64}, "dim is not NSA's own; options are name, phi"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "rope_type='dynamic'"),
+        ({"rope_parameters": LLAMA3}, {}, "no rope_type='llama3'; .* 'default' or 'linear'"),
     ],
 )
 def test_what_the_model_has_not_is_named(changes, options, message):
     with pytest.raises(ValueError, match=message):
         from_llama(llama(**changes), **options)
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
+def test_other_models_are_declined_before_their_weights_are_read(kind, tmp_path):
+    other = getattr(transformers, f"{kind}Config")(num_hidden_layers=1, hidden_size=64)
+    message = f"a model of type '{kind.lower()}' is no Llama; model_type 'llama' can be taken"
+    other.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        from_llama(tmp_path)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(other)
+    with pytest.raises(ValueError, match=message):
+        from_llama(model)
 
 
 @pytest.mark.slow

@@ -78,5 +78,5 @@ def test_recomputed_replicated_compiled_and_bf16_layers_say_the_same(folders):
 
 def test_the_command_line_finds_the_recipe_and_what_it_cannot_do_is_named(folders):
     found = seen(folders[0])
-    assert found["parsed"] == [3, "production"]
+    assert found["parsed"] == [3, "production"] and found["mine"] == 24
     assert "is sharded by FSDP2 alone, and tp = 2; 1 would do" in found["declined"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import titan_on_cpu
 import torch
+from places import ROOT
 from tiny_models import tiny, tokens
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -144,6 +146,11 @@ def main(folder):
     parsed = ConfigManager().parse_args([*place, "--training.steps", "3"])
     seen["parsed"] = [parsed.training.steps, parsed.model_spec.flavor]
     seen["declined"] = declined(parsed)
+    page = (ROOT / "docs/recipes.md").read_text()
+    (folder / "mine.py").write_text(re.findall("```python\n(.*?)```", page, re.S)[-1])
+    sys.path.append(str(folder))
+    mine = ConfigManager().parse_args(["--module", "mine", "--config", "larger"])
+    seen["mine"] = mine.model_spec.model.model.layers
     (folder / f"seen{os.environ['RANK']}.json").write_text(json.dumps(seen))
     torch.distributed.destroy_process_group()
 
