@@ -3,6 +3,7 @@
 PYTHON ?= python3
 NOTEBOOK ?= memory_scaling
 EXTRAS ?= triton,notebooks,lab,site,cluster,hf,dev
+CLIENTS ?= $(EXTRAS),trl,peft,lm_eval,bnb,fla,torchtitan
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,7 +37,7 @@ SHELL := bash
 # Jupyter refuses root unless it is told; in a container there is often nobody else.
 AS_ROOT = $(shell [ "$$(id -u)" != 0 ] || echo --allow-root)
 
-.PHONY: help run site test test-all test-environment lab lint refresh clean
+.PHONY: help run site test test-all test-clients test-environment lab lint refresh clean
 
 help:
 	@echo "make run      execute the $(NOTEBOOK) notebook into runs/ and print where its report is"
@@ -88,6 +89,11 @@ test: $(READY)
 
 test-all: $(READY)
 	$(call checked,$(TEST_ALL_TAKES),not long,$(NOTEBOOKS))
+
+# What stays out of `make` and CI: several hundred MB of other projects, and their tests.
+test-clients: $(READY)
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[$(CLIENTS)]'
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "" tests/hf tests/recipes
 
 test-environment: $(READY)
 	@$(BIN)/python tests/support/green.py --record

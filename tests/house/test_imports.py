@@ -14,8 +14,8 @@ from processes import printed_by
 
 # A layer may import itself and lower floors. reference and kernels share a floor and stay apart.
 FLOORS = (
-    "spelling config blocks reference,kernels attention model lab,hf recipes,workbook experiments "
-    "cli __main__"
+    "spelling config blocks reference,kernels attention model lab,hf "
+    "recipes,workbook experiments cli __main__,autoload"
 )
 FLOOR = {layer: number for number, floor in enumerate(FLOORS.split()) for layer in floor.split(",")}
 DATA = "nsa.experiments.case_study.figures"
