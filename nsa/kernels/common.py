@@ -177,6 +177,15 @@ def _bits(x):
     return bits
 
 
+@triton.jit
+def sunk(divisor, lse2, sink2):
+    """The divisor of a softmax that has one more logit, sink2, beside keys that lse2 is of.
+
+    One of no keys stays as it is. Both lse2 and sink2 may be -inf.
+    """
+    return divisor * (1.0 + tl.exp2(tl.where(lse2 > float("-inf"), sink2 - lse2, float("-inf"))))
+
+
 def contiguous_like(x: Tensor) -> Tensor:
     """Room for a gradient of x: its shape and dtype, contiguous whatever x is."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
