@@ -117,18 +117,23 @@ def _backend(name: str, inputs: Inputs) -> tuple[registry.Backend, dict[str, lis
 
 def branches_of(
     backend: registry.Backend, inputs: Inputs, note: registry.Note
-) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor | None]]:
-    """(o [B, T, HQ, DV] of each branch before its gate, sinks and all; lse, None if not needed)."""
-    packed = inputs.cu_seqlens is not None
-    parts = [backend.run(x, note) for x in (inputs.sequences() if packed else [inputs])]
-    outputs, lse = (
-        {b: _end_to_end([part[b][i] for part in parts]) for b in inputs.branches} for i in range(2)
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """(o [B, T, HQ, DV] of each branch before its gate, sinks and all; lse where it was made)."""
+    found = (
+        backend.run(inputs, note) if inputs.cu_seqlens is None else _packed(backend, inputs, note)
     )
+    outputs = {b: o for b, (o, _) in found.items()}
+    lse = {b: x for b, (_, x) in found.items() if x is not None}
     return outputs if backend.fused else sunk(outputs, lse, inputs.sinks), lse
 
 
-def _end_to_end(parts: list[Tensor | None]) -> Tensor | None:
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, dim=1)
+def _packed(backend: registry.Backend, inputs: Inputs, note: registry.Note) -> registry.Branches:
+    parts = [backend.run(sequence, note) for sequence in inputs.sequences()]
+    together = {b: zip(*(part[b] for part in parts), strict=True) for b in inputs.branches}
+    return {
+        b: tuple(None if x[0] is None else torch.cat(x, dim=1) for x in pair)
+        for b, pair in together.items()
+    }
 
 
 def _lse_by_branch(inputs: Inputs, lse: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
