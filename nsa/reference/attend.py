@@ -36,8 +36,8 @@ def _by_query(x: Float[Tensor, "B HKV G T"]) -> Float[Tensor, "B T HQ"]:
 
 
 def without_sink(
-    lse: Float[Tensor, "B T HQ"], sink: Float[Tensor, " HQ"]
-) -> Float[Tensor, "B T HQ"]:
+    lse: Float[Tensor, "*rows HQ"], sink: Float[Tensor, " HQ"]
+) -> Float[Tensor, "*rows HQ"]:
     """The share of a softmax that one more logit, without a value, leaves to the keys.
 
     e^s / (sum of e^s + e^sink) = softmax(s) * sigmoid(lse - sink). A row that sees nothing has

@@ -24,7 +24,7 @@ def decode(
     *,
     branches: Sequence[str],
     scale: float,
-    sinks: Float[Tensor, "HQ 3"] | None = None,
+    sinks: Float[Tensor, " HQ *n"] | None = None,
 ) -> Float[Tensor, "B N HQ DV"]:
     """Eq. 5 for the queries at positions lengths[b] + i, i < counts[b]; other rows are 0.
 

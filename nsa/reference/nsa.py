@@ -42,16 +42,16 @@ def nsa(
     blocks: Int[Tensor, "B T HKV N"] | None = None,
     branches: Sequence[str] = BRANCHES,
     scale: float | None = None,
-    sinks: Float[Tensor, "HQ 3"] | None = None,
+    sinks: Float[Tensor, " HQ *n"] | None = None,
 ) -> Result:
     """Eq. 5: o = g_cmp o_cmp + g_slc o_slc + g_win o_win.
 
     k[branch] is [B, T, HKV, D] and v[branch] [B, T, HKV, DV]; "slc" also needs k["cmp"] to score
     blocks, unless `blocks` hands the selection in. `scale` defaults to D ** -0.5. With
     `cu_seqlens` [N + 1] (B = 1) each sequence is a world of its own. Any floating dtype; fp64 is
-    exact. No gradient flows through the selection. With `sinks` the denominator of each branch's
-    softmax has e^sinks[h, branch] as well, which no value belongs to; the selection is scored
-    without.
+    exact. No gradient flows through the selection. With `sinks` [HQ], or [HQ, 3] for the branches,
+    the denominator of each softmax has e^sink as well, which no value belongs to; the selection is
+    scored without.
     """
     phi = phi or Phi()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -87,13 +87,16 @@ def nsa(
 def sunk(
     branches: Mapping[str, Float[Tensor, "B T HQ DV"]],
     lse: Mapping[str, Float[Tensor, "B T HQ"]],
-    sinks: Float[Tensor, "HQ 3"] | None,
+    sinks: Float[Tensor, " HQ *n"] | None,
 ) -> Mapping[str, Float[Tensor, "B T HQ DV"]]:
-    """The branches' outputs under sinks, from those without; the wider of both dtypes."""
+    """The branches' outputs under sinks, from those without."""
     if sinks is None:
         return branches
-    by_branch = dict(zip(BRANCHES, sinks.unbind(-1), strict=True))
-    return {b: o * without_sink(lse[b], by_branch[b])[..., None] for b, o in branches.items()}
+    by_branch = dict.fromkeys(BRANCHES, sinks)
+    if sinks.ndim == 2:
+        by_branch = dict(zip(BRANCHES, sinks.unbind(-1), strict=True))
+    shares = {b: without_sink(lse[b], by_branch[b])[..., None] for b in branches}
+    return {b: (o * shares[b]).to(o.dtype) for b, o in branches.items()}
 
 
 def combine(
