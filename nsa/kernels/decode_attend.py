@@ -198,8 +198,8 @@ def _sum_parts(
     COUNT: tl.constexpr = SELECTED + WINDOW
     split = tl.arange(0, rounded_up(COUNT))
     top_slc, sum_slc = _share(parts, row, real, split, 0, SELECTED, COUNT)
-    top_win, sum_win = _share(parts, row, real, split, SELECTED, COUNT, COUNT)
     inverse_slc = 1.0 / _with_sink(sum_slc, top_slc, sink2, heads, real, 1, HQ)
+    top_win, sum_win = _share(parts, row, real, split, SELECTED, COUNT, COUNT)
     inverse_win = 1.0 / _with_sink(sum_win, top_win, sink2, heads, real, 2, HQ)
     d = tl.arange(0, padded(DV))[None, :]
     o = tl.zeros([row.shape[0], padded(DV)], tl.float32)

@@ -133,10 +133,9 @@ def _attend(
         wide_head = head.to(gl.int64)
         total = gl.where(m == float("-inf"), 1.0, total)
         kept = gl.where(m == float("-inf"), 1.0, kept)
-        lse2_rows = m + gl.log2(total)
-        gl.store(lse2 + wide_head * total_rows + start + t, lse2_rows, mask=t < tokens)
+        gl.store(lse2 + wide_head * total_rows + start + t, m + gl.log2(total), mask=t < tokens)
         if sink2 is not None:
-            kept = sunk(kept, lse2_rows, gl.load(sink2 + head))
+            kept = sunk(kept, m + gl.log2(total), gl.load(sink2 + head))
         acc = acc / gl.convert_layout(kept, by_sum)[:, None]
         rows = first + gl.arange(0, M, by_sum)
         statistics = wide_head * total_rows + start + rows
