@@ -511,9 +511,10 @@ def test_asked_for_by_name_they_run_or_say_why_not():
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["warps", "warps-with-sinks"])
 @pytest.mark.parametrize(("shape", "width"), [("main", 128), ("narrow", 64)])
-def test_they_compile_for_hopper_and_no_product_waits_for_the_one_before(shape, width):
-    found = told_by("compiled.py", 90, shape, "warps")["compiled"]
+def test_they_compile_for_hopper_and_no_product_waits_for_the_one_before(shape, width, kind):
+    found = told_by("compiled.py", 90, shape, kind)["compiled"]
     mine = [x for x in found if ".hopper." in x["kernel"]]
     taken = sorted(kernel for kernel, of_width, _ in launches.FASTER if of_width == width)
     assert sorted(x["kernel"].split(".")[-1].removesuffix("_kernel") for x in mine) == taken

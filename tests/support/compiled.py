@@ -147,7 +147,9 @@ STEPS = (1, 2, None, "mlp"), (256, 1, 64, "mean")
 FEW = ((2, 1, None, "mean"),)
 
 
-def reach_decode(name: str, tokens: int, architecture: int, steps=STEPS) -> None:
+def reach_decode(
+    name: str, tokens: int, architecture: int, steps=STEPS, sinks: bool = False
+) -> None:
     """Launches every kernel of such decode steps."""
     from nsa.kernels import decode
 
@@ -162,6 +164,7 @@ def reach_decode(name: str, tokens: int, architecture: int, steps=STEPS) -> None
             phi=phi, rotary=phi != "mean", page=page, dtype=dtype, capacity=tokens,
         )  # fmt: skip
         args, kwargs = draw(step).arguments()
+        kwargs["sinks"] = torch.zeros(args[0].shape[2], 3) if sinks else None
         decode.decode(*args, **kwargs, tuned=decode.tuning(call))
 
 
@@ -278,8 +281,9 @@ if __name__ == "__main__":
     else:
         for tokens in (1, 70) if kind == "odd" else TOKENS:
             reach(shape, tokens, kind == "packed", kind == "odd" and tokens > 1, sinks)
+    if shape == "main" and kind in ("dense", "sinks"):
+        reach_decode(shape, TOKENS[-1], int(target), sinks=sinks)
     if (shape, kind) == ("main", "dense"):
-        reach_decode(shape, TOKENS[-1], int(target))
         reach_decode("six", 2944, int(target), FEW)
     compiled = [facts(*found, kind == "odd") for found in binaries.values()]
     print(json.dumps({"compiled": compiled, "kernels": kernels()}))
