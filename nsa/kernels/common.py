@@ -181,9 +181,9 @@ def _bits(x):
 def sunk(divisor, lse2, sink2):
     """The divisor of a softmax that has one more logit, sink2, beside keys that lse2 is of.
 
-    One of no keys stays as it is. Both lse2 and sink2 may be -inf.
+    Both may be -inf; of no keys it is any number but 0, for the sum that it divides is 0.
     """
-    return divisor * (1.0 + tl.exp2(tl.where(lse2 > float("-inf"), sink2 - lse2, float("-inf"))))
+    return divisor * (1.0 + tl.exp2(sink2 - tl.where(lse2 > float("-inf"), lse2, 0.0)))
 
 
 def contiguous_like(x: Tensor) -> Tensor:
