@@ -23,14 +23,14 @@ def plain_backward(backward: Callable) -> Callable:
     """
 
     @wraps(backward)
-    def run(ctx, do):
+    def run(ctx, do, *others):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "this backend has no second derivative (create_graph=True); "
                 "backend='masked' and 'sequential' have one"
             )
         with torch.autocast(do.device.type, enabled=False):
-            return backward(ctx, do)
+            return backward(ctx, do, *others)
 
     return run
 
@@ -67,9 +67,14 @@ def probs_from(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - shift[..., None])
 
 
-def span_attention(q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float) -> Tensor:
-    """o [B, T, HQ, DV] for q [B, T, HQ, D], k [B, S, HKV, D], v [B, S, HKV, DV]."""
-    return _SpanAttention.apply(q, k, v, span, scale)
+def span_attention(
+    q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float, needs_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(o [B, T, HQ, DV], lse [B, T, HQ] if needed) for q [B, T, HQ, D], k and v [B, S, HKV, *]."""
+    if not needs_lse:
+        return _SpanAttention.apply(q, k, v, span, scale, False), None
+    o, lse = _SpanAttention.apply(q, k, v, span, scale, True)  # lse [B*HKV, G, T]
+    return o, lse.unflatten(0, (q.shape[0], -1)).flatten(1, 2).transpose(1, 2)
 
 
 def span_scores(q: Tensor, k: Tensor, span: Span, scale: float, first: int) -> Tensor:
@@ -95,7 +100,7 @@ def span_scores(q: Tensor, k: Tensor, span: Span, scale: float, first: int) -> T
 
 class _SpanAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, span, scale):
+    def forward(ctx, q, k, v, span, scale, needs_lse):
         batch, tokens, heads, _ = q.shape
         kv_heads = k.shape[2]
         o = q.new_empty(batch, tokens, heads, v.shape[3])
@@ -108,11 +113,11 @@ class _SpanAttention(torch.autograd.Function):
             o[:, rows] = by_query(values, batch, kv_heads, rows.stop - rows.start)
         ctx.save_for_backward(q, k, v, lse)
         ctx.span, ctx.scale = span, scale
-        return o
+        return (o, lse) if needs_lse else o
 
     @staticmethod
     @plain_backward
-    def backward(ctx, do):
+    def backward(ctx, do, dlse=None):
         q, k, v, lse = ctx.saved_tensors
         batch, kv_heads = q.shape[0], k.shape[2]
         dq, accumulate = torch.empty_like(q), wide(q.dtype)
@@ -125,13 +130,15 @@ class _SpanAttention(torch.autograd.Function):
             dprobs = dot(do_rows, by_kv_head(v[:, keys], kv_heads).transpose(1, 2))
             # Equal to sum(do * o), but nothing of o was rounded, and o need not be kept.
             delta = (probs * dprobs).sum(-1, keepdim=True)
+            if dlse is not None:
+                delta -= dlse[..., rows].flatten(1)[..., None]
             dscores = (probs * (dprobs - delta) * ctx.scale).to(q.dtype)
             dq_rows = dot(dscores, by_kv_head(k[:, keys], kv_heads))
             dq[:, rows] = by_query(dq_rows, batch, kv_heads, count)
             dk[:, keys] += dot(dscores.transpose(1, 2), by_kv_head(q[:, rows], kv_heads))
             dv[:, keys] += dot(probs.to(v.dtype).transpose(1, 2), do_rows)
         dk, dv = (x.unflatten(0, (batch, kv_heads)).transpose(1, 2) for x in (dk, dv))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:

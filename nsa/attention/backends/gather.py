@@ -21,17 +21,19 @@ from nsa.attention.span import chunks, dot, plain_backward, probs_from, wide
 ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
-def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
+def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tensor | None]:
     note("slc", "gather-chunks")
     q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
-    return _GatherAttention.apply(q, k, v, blocks, inputs.config.select_block, inputs.scale)
+    options = inputs.config.select_block, inputs.scale, inputs.needs_lse
+    found = _GatherAttention.apply(q, k, v, blocks, *options)
+    return found if inputs.needs_lse else (found, None)
 
 
 class _GatherAttention(torch.autograd.Function):
-    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV]."""
+    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV], lse."""
 
     @staticmethod
-    def forward(ctx, q, k, v, blocks, size, scale):
+    def forward(ctx, q, k, v, blocks, size, scale, needs_lse):
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(*q.shape[:3], dtype=wide(q.dtype))
         for rows in _chunks(k, v, blocks, size):
@@ -44,11 +46,11 @@ class _GatherAttention(torch.autograd.Function):
             lse[:, rows] = lse_rows.reshape_as(lse[:, rows])
         ctx.save_for_backward(q, k, v, blocks, lse)
         ctx.size, ctx.scale = size, scale
-        return o
+        return (o, lse) if needs_lse else o
 
     @staticmethod
     @plain_backward
-    def backward(ctx, do):
+    def backward(ctx, do, dlse=None):
         q, k, v, blocks, lse = ctx.saved_tensors
         kv_heads, dq = k.shape[2], torch.empty_like(q)
         dk, dv = (x.new_zeros(x.shape, dtype=wide(q.dtype)) for x in (k, v))
@@ -62,11 +64,13 @@ class _GatherAttention(torch.autograd.Function):
             dprobs = dot(do_rows, _take(v, index).transpose(1, 2))
             # Equal to sum(do * o), but nothing of o was rounded, and o need not be kept.
             delta = (probs * dprobs).sum(-1, keepdim=True)
+            if dlse is not None:
+                delta -= dlse[:, rows].reshape(*queries.shape[:2], 1)
             dscores = (probs * (dprobs - delta) * ctx.scale).to(q.dtype)
             dq[:, rows] = dot(dscores, keys).reshape_as(dq[:, rows])
             _add(dk, index, dot(dscores.transpose(1, 2), queries))
             _add(dv, index, dot(probs.to(v.dtype).transpose(1, 2), do_rows))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
 def _chunks(k: Tensor, v: Tensor, blocks: Tensor, size: int) -> Iterator[slice]:

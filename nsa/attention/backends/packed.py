@@ -25,11 +25,13 @@ ROWS = 64  # queries in a tile
 ELEMENTS = 1 << 23  # query, key and score elements of the tiles that are held at once
 
 
-def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
-    """o [B, T, HQ, DV] of the selected branch for blocks [B, T, HKV, N]."""
+def selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tensor | None]:
+    """(o [B, T, HQ, DV], lse [B, T, HQ] if needed) of the selected branch for blocks."""
     note("slc", "packed-tiles")
     q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
-    return _PackedAttention.apply(q, k, v, blocks, inputs.config, inputs.scale)
+    options = inputs.config, inputs.scale, inputs.needs_lse
+    found = _PackedAttention.apply(q, k, v, blocks, *options)
+    return found if inputs.needs_lse else (found, None)
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ class _Tiles:
 
 
 class _PackedAttention(torch.autograd.Function):
-    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV]."""
+    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV], lse."""
 
     @staticmethod
-    def forward(ctx, q, k, v, blocks, config, scale):
+    def forward(ctx, q, k, v, blocks, config, scale, needs_lse):
         group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
         queries, keys, values = _flat(q, group), _flat(k), _flat(v)
         plan = _invert(blocks, k.shape[1], config)
@@ -65,16 +67,19 @@ class _PackedAttention(torch.autograd.Function):
         # The backward takes its row sums from o before it is rounded.
         ctx.save_for_backward(q, k, v, blocks, o, lse)
         ctx.config, ctx.scale = config, scale
-        return o.to(q.dtype).view(*q.shape[:3], v.shape[3])
+        o = o.to(q.dtype).view(*q.shape[:3], v.shape[3])
+        return (o, lse.view(q.shape[:3])) if needs_lse else o
 
     @staticmethod
     @plain_backward
-    def backward(ctx, do):
+    def backward(ctx, do, dlse=None):
         q, k, v, blocks, o, lse = ctx.saved_tensors
         group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
         queries, keys, values = _flat(q, group), _flat(k), _flat(v)
         douts = _flat(do, group)
         delta = (douts.to(accumulate) * o).sum(-1)  # [B*T*HKV, G]
+        if dlse is not None:
+            delta -= dlse.reshape(delta.shape)
         dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulate) for x in (queries, keys, values))
         plan = _invert(blocks, k.shape[1], ctx.config)
         for tiles in _chunks(plan, blocks, q, k, v, ctx.config):
@@ -92,7 +97,7 @@ class _PackedAttention(torch.autograd.Function):
             dk.index_add_(0, token, dk_rows.flatten(0, 1))
             dv.index_add_(0, token, dv_rows.flatten(0, 1))
         grads = (dx.to(x.dtype).view(x.shape) for dx, x in ((dq, q), (dk, k), (dv, v)))
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def _flat(x: Tensor, group: int | None = None) -> Tensor:
