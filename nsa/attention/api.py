@@ -1,13 +1,13 @@
 """The operation: checks its inputs once, asks a backend for the branches, mixes by the gates."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from nsa.attention import registry, witness
 from nsa.attention.inputs import Inputs, check_blocks, checked
+from nsa.attention.transforms import without_autocast
 from nsa.config import NSAConfig
 from nsa.reference.compress import Phi
 from nsa.reference.nsa import BRANCHES, combine
@@ -63,11 +63,7 @@ def nsa_attention(
     if strict and not torch.compiler.is_compiling():
         chosen.first_use(inputs)
     notes: list[tuple[str, str]] = []
-    # Autocast would round the fp32 scores that softmax needs.
-    device, off = q.device.type, nullcontext()
-    if torch.is_autocast_enabled(device):
-        off = torch.autocast(device, enabled=False)
-    with off:
+    with without_autocast(q.device):
         if chosen.fused is None or strict:
             outputs = _run(chosen, inputs, lambda *note: notes.append(note))
             if strict:
@@ -98,7 +94,7 @@ def _backend(name: str, inputs: Inputs) -> tuple[registry.Backend, dict[str, lis
         choice = registry.choose(inputs)
         return choice.backend, choice.declined
     backend = registry.get(name)
-    if reasons := "; ".join(backend.why_not(inputs)):
+    if reasons := "; ".join(backend.declines(inputs)):
         raise registry.Declined(f"backend {name!r} does not take these inputs: {reasons}")
     return backend, {}
 

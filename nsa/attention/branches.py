@@ -1,12 +1,15 @@
 """What the torch backends share of the branches: selection, runs of keys, dense masks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.attention.inputs import Inputs
+from nsa.attention.operator import operator
 from nsa.attention.registry import Note
 from nsa.attention.span import probs_from, span_attention, span_chunks, span_scores
 from nsa.blocks import Span, compressed_span, count_selectable, overlap_band, window_span
@@ -22,17 +25,33 @@ def select_blocks(q: Tensor, k_cmp: Tensor, config: NSAConfig, scale: float) -> 
 
     q is [B, T, HQ, D] and k_cmp [B, C, HKV, D]. No gradient flows through the selection.
     """
-    span = compressed_span(config)
-    shape = (*q.shape[:2], k_cmp.shape[2], config.select_count)
-    blocks = torch.empty(shape, dtype=torch.int32, device=q.device)
-    for rows, keys in span_chunks(q, span):
-        # [B*HKV, G, M, S], then [B*HKV, M, S]
-        scores = span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)
-        p_cmp = probs_from(scores, torch.logsumexp(scores, dim=-1)).sum(1)
-        importance = pool(p_cmp, count_selectable(rows.stop, config), config)
-        importance = importance.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
-        blocks[:, rows] = select(importance, config, first_position=rows.start)
-    return blocks
+    return _Selection(q, k_cmp, [getattr(config, field.name) for field in fields(config)], scale)
+
+
+@operator("selection")
+class _Selection:
+    @staticmethod
+    def forward(q: Tensor, k_cmp: Tensor, sizes: Sequence[int], scale: float) -> Tensor:
+        config = _config(*sizes)
+        blocks, span = _Selection.parts.shapes(q, k_cmp, sizes), compressed_span(config)
+        for rows, keys in span_chunks(q, span):
+            # [B*HKV, G, M, S], then [B*HKV, M, S]
+            scores = span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)
+            p_cmp = probs_from(scores, torch.logsumexp(scores, dim=-1)).sum(1)
+            importance = pool(p_cmp, count_selectable(rows.stop, config), config)
+            importance = importance.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+            blocks[:, rows] = select(importance, config, first_position=rows.start)
+        return blocks
+
+    @staticmethod
+    def shapes(q: Tensor, k_cmp: Tensor, sizes: Sequence[int], *scale: float) -> Tensor:
+        shape = *q.shape[:2], k_cmp.shape[2], _config(*sizes).select_count
+        return q.new_empty(shape, dtype=torch.int32)
+
+
+@lru_cache(maxsize=256)
+def _config(*sizes: int) -> NSAConfig:
+    return NSAConfig(*sizes)
 
 
 def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:
@@ -60,6 +79,8 @@ def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
         return inputs.blocks
     note("score", "score-chunks")
     blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
+    if torch.compiler.is_compiling():  # compiled code would be of such few tokens alone
+        return blocks
     return blocks[..., : count_selectable(inputs.q.shape[1], inputs.config)]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from nsa.attention.branches import visible_by_branch
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Note
+from nsa.attention.transforms import ALL
 from nsa.reference.attend import attend
 
 
@@ -23,5 +24,9 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
 
 
 BACKEND = Backend(
-    "masked", run, summary="one dense matmul a branch under a mask; T x T a head", quadratic=True
+    "masked",
+    run,
+    summary="one dense matmul a branch under a mask; T x T a head",
+    quadratic=True,
+    transforms=ALL,
 )
