@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nsa.attention import registry, witness
 from nsa.attention.inputs import Inputs, check_blocks, checked
-from nsa.attention.transforms import without_autocast
+from nsa.attention.transforms import VMAP, active, without_autocast
 from nsa.config import NSAConfig
 from nsa.reference.compress import Phi
 from nsa.reference.nsa import BRANCHES, combine
@@ -56,6 +56,8 @@ def nsa_attention(
     """
     options = {"phi": phi, "cu_seqlens": cu_seqlens, "blocks": blocks}
     inputs = checked(q, k, v, gates, config, **options, branches=branches, scale=scale)
+    if strict and VMAP in active():
+        raise ValueError("vmap has no values for strict=True to look at; strict=False would do")
     if strict and blocks is not None:
         for sequence in [inputs] if cu_seqlens is None else inputs.sequences():
             check_blocks(sequence)
@@ -83,8 +85,15 @@ def nsa_attention(
 def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
     """What `auto` would take for a call of `nsa_attention`, and why those before it declined.
 
-    `options` are phi, cu_seqlens, blocks, branches and scale, as there.
+    `options` are phi, cu_seqlens, blocks, branches and scale, as there. TypeError for others.
     """
+    known = ("phi", "cu_seqlens", "blocks", "branches", "scale")
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"explain takes no {name!r}, for it tells what backend='auto' takes: its options "
+                f"are {', '.join(known)}"
+            )
     return str(registry.choose(checked(q, k, v, gates, config, **options)))
 
 

@@ -12,9 +12,10 @@ from nsa.attention.inputs import Inputs
 from nsa.attention.operator import operator
 from nsa.attention.registry import Note
 from nsa.attention.span import probs_from, span_attention, span_chunks, span_scores
+from nsa.attention.transforms import active
 from nsa.blocks import Span, compressed_span, count_selectable, overlap_band, window_span
 from nsa.config import NSAConfig
-from nsa.reference.compress import compress_keys, compress_values
+from nsa.reference.compress import PhiWeights, compress_keys, compress_values
 from nsa.reference.nsa import compressed_visible, window_visible
 from nsa.reference.select import select, selected_tokens
 
@@ -67,10 +68,32 @@ def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:
 def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     """(k_cmp, v_cmp) [B, C, HKV, *]; None for what nobody asked for."""
     k, v, phi, config = inputs.k.get("cmp"), inputs.v.get("cmp"), inputs.phi, inputs.config
+    by = by_convolution if torch.compiler.is_exporting() or active() else None
     return (
-        None if k is None else compress_keys(k, phi, config),
-        None if v is None else compress_values(v, phi, config),
+        None if k is None else compress_keys(k, phi, config, by),
+        None if v is None else compress_values(v, phi, config, by),
     )
+
+
+def by_convolution(x: Tensor, kind: str, weights: PhiWeights, config: NSAConfig) -> Tensor:
+    """`compress` for torch.export, which cannot prove that other products' shapes hold for every
+    number of blocks, and for torch.func, whose vmap is slow on `unfold`."""
+    if x.shape[1] < config.compress_block:
+        return x[:, :0]
+    heads, stride = x.shape[2], config.compress_stride
+    rows = x.flatten(2).transpose(1, 2)
+    if kind == "mean":
+        means = F.avg_pool1d(rows, config.compress_block, stride)
+        return means.transpose(1, 2).unflatten(2, (heads, -1))
+    bias = (weights.position.flatten(1)[:, None] @ weights.weight1).flatten()
+    bias = bias if weights.bias1 is None else bias + weights.bias1.flatten()
+    kernel = weights.weight1.unflatten(1, (config.compress_block, -1))  # [HKV, l, D, HIDDEN]
+    kernel = kernel.permute(0, 3, 2, 1).flatten(0, 1)
+    hidden = F.conv1d(rows, kernel, bias, stride, groups=heads)  # [B, HKV*HIDDEN, C]
+    if kind == "mlp":
+        kernel = weights.weight2.transpose(1, 2).flatten(0, 1)[..., None]
+        hidden = F.conv1d(F.gelu(hidden), kernel, weights.bias2.flatten(), groups=heads)
+    return hidden.transpose(1, 2).unflatten(2, (heads, -1))
 
 
 def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:

@@ -41,9 +41,8 @@ class Operator:
         once = {"forward": parts.backward, "setup_context": _nothing}
         once = _function(f"{name}_backward", once | {"backward": _refuse})
         self._transformed = _function(name, functions | {"backward": partial(self._back, once)})
-        plain = {"forward": self._forward, "backward": partial(self._back, parts.backward)}
-        plain["backward"] = plain_backward(plain["backward"])
-        self._plain = _function(parts.__name__, plain)
+        backward = plain_backward(partial(self._back, parts.backward))
+        self._plain = _function(parts.__name__, {"forward": self._forward, "backward": backward})
 
     def __call__(self, *args: Any) -> Tensor:
         """o, of the arguments of `forward`."""

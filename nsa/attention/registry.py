@@ -43,7 +43,7 @@ class Backend:
         if lacking := sorted(transforms.active() - self.transforms):
             able = [one.name for one in backends() if one.transforms >= transforms.active()]
             named = ", ".join(lacking)
-            return [f"has no {named} of torch.func; {' and '.join(map(repr, able))} can"]
+            return [f"has no {named} of torch.func; {', '.join(map(repr, able))} can"]
         return self.why_not(inputs)
 
 

@@ -23,8 +23,15 @@ def active() -> frozenset[str]:
     return frozenset(asked | ({SECOND} if len(levels) - levels.count("Vmap") > 1 else set()))
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which autocast computes on the device; None where it is off, as on "meta"."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """Autocast off, which would round the fp32 scores that softmax needs."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+    if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
