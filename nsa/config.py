@@ -66,16 +66,18 @@ def as_int(name: str, value: Any) -> int:
 
 
 def other_than(wanted: str, given: object) -> str:
-    """What an error says of a config that is no `wanted`: where it is from, and what it holds."""
+    """What an error says of a config that is no `wanted`: where it is from, and what would do."""
     kind = type(given)
-    text = f"must be an {wanted}, got a {kind.__module__}.{kind.__qualname__}"
+    home = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     if hasattr(given, "model_config"):  # of transformers
         held = "config.model_config()" + (".nsa" if wanted == "NSAConfig" else "")
-    elif wanted == "NSAConfig" and isinstance(getattr(given, "nsa", None), NSAConfig):
-        held = "config.nsa"
+    elif wanted == "ModelConfig":
+        held = "model.config" if isinstance(given, NSAConfig) else ""
     else:
-        return text
-    return f"{text}; {held} is one"
+        held = "config.nsa" if isinstance(getattr(given, "nsa", None), NSAConfig) else ""
+    article = "an" if wanted == "NSAConfig" else "a"
+    text = f"must be {article} {wanted}, got a {home}{kind.__qualname__}"
+    return f"{text}; {held} is one" if held else text
 
 
 def _check_multiple(name: str, value: int, stride: int, most: float = math.inf) -> None:

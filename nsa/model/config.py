@@ -66,7 +66,8 @@ class ModelConfig:
         for name in ("shared_kv", "stopgrad_gates", "strict"):
             check_bool(name, getattr(self, name))
         if not isinstance(self.nsa, NSAConfig):
-            raise TypeError(f"nsa {other_than('NSAConfig', self.nsa)}")
+            must = other_than("NSAConfig", self.nsa)
+            raise TypeError(f"nsa={self.nsa!r} is not a config of sizes: {must}")
         if self.heads % self.kv_heads:
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise ValueError(
