@@ -1,6 +1,8 @@
 """A model's config as transformers stores it: config.json holds each field of ModelConfig."""
 
+import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
@@ -20,6 +22,23 @@ OTHER = {
 }
 
 
+# The file of a saved model that leads `trust_remote_code=True` to this package.
+CODE = "modeling_nsa"
+AUTO = {
+    "AutoConfig": "NSAConfig",
+    "AutoModel": "NSAModel",
+    "AutoModelForCausalLM": "NSAForCausalLM",
+    "AutoModelForSequenceClassification": "NSAForSequenceClassification",
+    "AutoModelForTokenClassification": "NSAForTokenClassification",
+}
+_STUB = f'''"""Classes of the package nsa, for transformers' trust_remote_code."""
+
+from nsa.hf import (  # pip install 'nsa[hf]' brings it
+    {", ".join(sorted(AUTO.values()))},
+)
+'''
+
+
 class NSAConfig(PretrainedConfig):
     """The fields of `ModelConfig` under their own names, or under transformers' (`hidden_size`).
 
@@ -27,6 +46,9 @@ class NSAConfig(PretrainedConfig):
     is such a model; what is left out is as in the preset "production". `nsa` may also be an
     `nsa.config.NSAConfig`. All fields are written to config.json, so that other defaults of a later
     version change no stored model. Dense attention has no cache, so `use_cache` is False for it.
+
+    A saved folder has a file of code that imports this package, for `trust_remote_code=True`; where
+    the package is installed, transformers knows the model without it, see `nsa.autoload`.
 
     Raises ValueError and TypeError as ModelConfig does.
     """
@@ -40,10 +62,11 @@ class NSAConfig(PretrainedConfig):
         "num_attention_heads": "heads",
         "num_key_value_heads": "kv_heads",
         "max_position_embeddings": "max_tokens",
+        "rms_norm_eps": "norm_eps",
     }
 
     def __init__(self, **values: Any) -> None:
-        values = {self.attribute_map.get(name, name): x for name, x in values.items()}
+        values = _own_names(values)
         own = {name: values.pop(name, default) for name, default in DEFAULTS.items()}
         given = own["nsa"]
         if isinstance(given, Sizes):
@@ -55,6 +78,7 @@ class NSAConfig(PretrainedConfig):
         other = {name: values.pop(name, default) for name, default in OTHER.items()}
         if other["use_cache"] is None:
             other["use_cache"] = own["attention"] == "nsa"
+        values["auto_map"] = {auto: f"{CODE}.{name}" for auto, name in AUTO.items()}
         super().__init__(**values)
         for name, value in (own | other).items():
             setattr(self, name, value)
@@ -64,6 +88,39 @@ class NSAConfig(PretrainedConfig):
         """The config of a model of this package; `other` is transformers' own, as eos_token_id."""
         return cls(**config.to_dict(), **other)
 
+    @property
+    def intermediate_size(self) -> int:
+        """Hidden width of the MLP, also where `mlp_hidden` is left to its default."""
+        return self.model_config().mlp_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, the sizes under transformers' names as well, which tools look up."""
+        found = super().to_dict()
+        found |= {theirs: found[own] for theirs, own in self.attribute_map.items() if own in found}
+        return found | {"intermediate_size": self.intermediate_size}
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
+        """Writes config.json, and the file that `trust_remote_code=True` executes."""
+        super().save_pretrained(save_directory, **options)
+        Path(save_directory, f"{CODE}.py").write_text(_STUB)
+
     def model_config(self) -> ModelConfig:
         """The config of the model itself. Raises ValueError for fields set to what does not fit."""
         return ModelConfig.from_dict({name: getattr(self, name) for name in DEFAULTS})
+
+
+def _own_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Values under this package's names. ValueError for two that disagree on one field."""
+    found = dict(values)
+    hidden = found.pop("intermediate_size", None)
+    if "mlp_hidden" not in found and hidden is not None:
+        found["mlp_hidden"] = hidden
+    for theirs, own in NSAConfig.attribute_map.items():
+        if theirs not in found:
+            continue
+        value = found.pop(theirs)
+        if found.setdefault(own, value) != value:
+            raise ValueError(
+                f"{theirs}={value!r} and {own}={found[own]!r} name one field; give one"
+            )
+    return found

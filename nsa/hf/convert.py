@@ -24,15 +24,11 @@ from nsa.reference.nsa import BRANCHES
 LAYER = {
     "input_layernorm": "norm1",
     "self_attn.q_proj": "attention.q_proj",
-    "self_attn.k_proj": "attention.k_proj.{branch}",
-    "self_attn.v_proj": "attention.v_proj.{branch}",
-    "self_attn.o_proj": "attention.out_proj",
+    "self_attn.k_proj": "attention.{branch}k_proj",
+    "self_attn.v_proj": "attention.{branch}v_proj",
+    "self_attn.o_proj": "attention.o_proj",
     "post_attention_layernorm": "norm2",
-    "mlp.gate_proj": "mlp.gate",
-    "mlp.up_proj": "mlp.up",
-    "mlp.down_proj": "mlp.down",
 }
-ENDS = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"}
 # Fields of ModelConfig that are NSA's own, so that a Llama says nothing of them.
 OWN = (
     *("name", "phi", "gate", "gate_temperature", "gate_init", "compress_rope", "shared_kv"),
@@ -56,9 +52,9 @@ def to_checkpoint(
     on from it. `path` is a .pt file or a folder; returns the file. A head that is tied to the
     embedding is one of its own in there.
     """
-    inside = copy.deepcopy(model.model).float().cpu()
-    if inside.head.weight is inside.embed.weight:
-        inside.head.weight = nn.Parameter(inside.embed.weight.detach().clone())
+    inside = copy.deepcopy(model.language_model()).float().cpu()
+    if inside.head.weight is inside.embed_tokens.weight:
+        inside.head.weight = nn.Parameter(inside.embed_tokens.weight.detach().clone())
     training = replace(training or TrainConfig(batch=1, tokens=1), seed=None)  # nothing is drawn
     trainer = Trainer(inside, synthetic(), training)
     trainer.save(path)
@@ -90,18 +86,18 @@ def from_llama(
     theirs = llama.config
     config = _config(theirs, nsa or Sizes()).with_(**options)
     made = LanguageModel(config).to(llama.device, llama.dtype)
-    wanted, new = dict(made.named_parameters()), set(made.state_dict())
-    for name, weight in llama.state_dict().items():
-        for target in _targets(name, config):
-            wanted[target].copy_(weight)
-            new.remove(target)
     ids = {name: getattr(theirs, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     other = {f"{name}_token_id": value for name, value in ids.items()}
     tied = getattr(theirs, "tie_word_embeddings", False)
     model = NSAForCausalLM.of(made.train(llama.training), tie_word_embeddings=tied, **other)
+    wanted, new = dict(model.named_parameters()), set(model.state_dict())
+    for name, weight in llama.state_dict().items():
+        for target in _targets(name, config):
+            wanted[target].copy_(weight)
+            new.remove(target)
     model.tie_weights()
     model.generation_config = copy.deepcopy(llama.generation_config)
-    return model, sorted(f"model.{name}" for name in new)
+    return model, sorted(new)
 
 
 def _config(theirs: Any, nsa: Sizes) -> ModelConfig:
@@ -142,9 +138,9 @@ def _config(theirs: Any, nsa: Sizes) -> ModelConfig:
 def _targets(name: str, config: ModelConfig) -> list[str]:
     """What a Llama's parameter of that name is here."""
     module, _, leaf = name.rpartition(".")
-    if module in ENDS:
-        return [f"{ENDS[module]}.{leaf}"]
+    if not module.startswith("model.layers."):
+        return [name]
     _, _, index, inner = module.split(".", 3)
-    sources = ("shared",) if config.shared_kv else BRANCHES
-    found = {LAYER[inner].format(branch=branch) for branch in sources}
-    return [f"blocks.{index}.{target}.{leaf}" for target in sorted(found)]
+    sources = ("",) if config.shared_kv else [f"{branch}." for branch in BRANCHES]
+    found = {LAYER.get(inner, inner).format(branch=source) for source in sources}
+    return [f"model.blocks.{index}.{target}.{leaf}" for target in sorted(found)]

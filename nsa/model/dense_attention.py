@@ -14,6 +14,7 @@ from nsa.attention.inputs import sequence_bounds
 from nsa.attention.registry import Declined
 from nsa.model.config import ModelConfig
 from nsa.model.layer import Projections, draw
+from nsa.model.names import rename_on_load
 from nsa.model.rotary import Rotary, rotary_for
 from nsa.spelling import nearest
 
@@ -43,12 +44,13 @@ class DenseAttention(nn.Module):
         self.q_proj = nn.Linear(dim, heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(dim, kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(dim, kv_heads * config.value_size, bias=False)
-        self.out_proj = nn.Linear(heads * config.value_size, dim, bias=False)
+        self.o_proj = nn.Linear(heads * config.value_size, dim, bias=False)
         self.reset_parameters()
+        self.register_load_state_dict_pre_hook(rename_on_load)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         inner = (self.q_proj, self.k_proj, self.v_proj)
-        draw(inner, self.out_proj, self.config.layers, generator)
+        draw(inner, self.o_proj, self.config.layers, generator)
 
     def forward(
         self,
@@ -77,7 +79,7 @@ class DenseAttention(nn.Module):
                 f"dense attention at {witness.place()}: {int((~o.isfinite()).sum())} of "
                 f"{o.numel()} values are not finite (backend {served})"
             )
-        return self.out_proj(o.flatten(2))
+        return self.o_proj(o.flatten(2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
         """(o [B, T, HQ, DV], the implementation's name, why others declined)."""

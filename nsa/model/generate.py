@@ -58,7 +58,7 @@ def generate(
         check_int("end", end, 0)
     if chunk is not None:
         check_int("chunk", chunk)
-    device = model.embed.weight.device
+    device = model.embed_tokens.weight.device
     graph = device.type == "cuda" and not model.config.strict
     if cuda_graph and not graph:
         why = "strict=True" if model.config.strict else f"a model on {str(device)!r}"
@@ -68,7 +68,7 @@ def generate(
     if cache is None:
         capacity = ids.shape[1] + tokens
         check_limit(model, capacity)
-        where = {"dtype": model.embed.weight.dtype, "device": device}
+        where = {"dtype": model.embed_tokens.weight.dtype, "device": device}
         cache = NSACache(model.config, len(prompts), capacity, page=page, backend=backend, **where)
     elif page is not None or backend != "auto":
         raise ValueError("page and backend are the cache's own; leave them out beside cache=")
@@ -137,7 +137,7 @@ class Generation:
         self.first_token_s = self.total_s = float("nan")
         self._ids, self._chunk, self.cuda_graph = ids, chunk, graph
         self._graph, self._warm = None, 0
-        device, batch = model.embed.weight.device, len(lengths)
+        device, batch = model.embed_tokens.weight.device, len(lengths)
         self._numbers = sampling.numbers(batch, count, device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._newest = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -166,7 +166,7 @@ class Generation:
 
     def record(self) -> dict[str, Any]:
         """What a run keeps: sizes, times, and the cache's own record. Waits for the device."""
-        device = self.model.embed.weight.device
+        device = self.model.embed_tokens.weight.device
         return {
             "prompt_tokens": self.prompt_lengths,
             "new_tokens": [len(own) for own in self.tokens],

@@ -17,6 +17,7 @@ from nsa.attention.decode import nsa_decode
 from nsa.attention.transforms import autocast_dtype
 from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig, check_int
+from nsa.model.names import rename_on_load
 from nsa.model.phi import LEARNED_PHI
 from nsa.model.rotary import Rotary, rotary_after, rotary_for
 from nsa.reference.compress import Phi
@@ -73,7 +74,7 @@ def _is_plain(layer: nn.Module) -> bool:
     )
 
 
-# What a layer reads of ModelConfig beside its sizes; `layers` scales the first out_proj.
+# What a layer reads of ModelConfig beside its sizes; `layers` scales the first o_proj.
 OPTIONS = (
     *("head_dim", "value_dim", "layers", "phi", "gate", "gate_temperature", "gate_init"),
     *("compress_rope", "shared_kv", "force_branch", "stopgrad_gates", "backend", "strict"),
@@ -152,14 +153,13 @@ class NSAAttention(nn.Module):
         self.config = config
         dim, heads, kv_heads = config.dim, config.heads, config.kv_heads
         self.q_proj = nn.Linear(dim, heads * config.head_dim, bias=False)
-        sources = ("shared",) if config.shared_kv else BRANCHES
-        self.k_proj = nn.ModuleDict(
-            {name: nn.Linear(dim, kv_heads * config.head_dim, bias=False) for name in sources}
-        )
-        self.v_proj = nn.ModuleDict(
-            {name: nn.Linear(dim, kv_heads * config.value_size, bias=False) for name in sources}
-        )
-        self.out_proj = nn.Linear(heads * config.value_size, dim, bias=False)
+        if config.shared_kv:
+            self.k_proj, self.v_proj = self._keys_and_values()
+        else:
+            for branch in BRANCHES:
+                key, value = self._keys_and_values()
+                self.add_module(branch, nn.ModuleDict({"k_proj": key, "v_proj": value}))
+        self.o_proj = nn.Linear(heads * config.value_size, dim, bias=False)
         if config.gate != "uniform":
             per_group = config.gate == "softmax"
             self.gate1 = nn.Linear(config.head_dim if per_group else dim, config.head_dim // 2)
@@ -169,13 +169,29 @@ class NSAAttention(nn.Module):
             self.phi_key = make(kv_heads, block, config.head_dim)
             self.phi_value = make(kv_heads, block, config.value_size)
         self.reset_parameters()
+        self.register_load_state_dict_pre_hook(rename_on_load)
+
+    def _keys_and_values(self) -> tuple[nn.Linear, nn.Linear]:
+        config = self.config
+        widths = (config.kv_heads * size for size in (config.head_dim, config.value_size))
+        return tuple(nn.Linear(config.dim, width, bias=False) for width in widths)
+
+    def linears(self) -> dict[str, nn.Module]:
+        """Projections that read x: `q`, `k SOURCE` and `v SOURCE`; a source is a branch, or
+        `shared`."""
+        found = {"q": self.q_proj}
+        for kind in "kv":
+            if self.config.shared_kv:
+                found[f"{kind} shared"] = getattr(self, f"{kind}_proj")
+            else:
+                found |= {f"{kind} {b}": getattr(self, b)[f"{kind}_proj"] for b in BRANCHES}
+        return found
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """The gate's first matrix is Xavier-uniform, its last one with gain 0.1, its biases are 0:
         all gates start near sigmoid(0) = 1/2 or near 1/3. With gate_init="zero" the last matrix is
         0 and they start there exactly; the first one then has no gradient in the first step."""
-        inner = (self.q_proj, *self.k_proj.values(), *self.v_proj.values())
-        draw(inner, self.out_proj, self.config.layers, generator)
+        draw(self.linears().values(), self.o_proj, self.config.layers, generator)
         if self.config.gate != "uniform":
             gain = 0.0 if self.config.gate_init == "zero" else 0.1
             nn.init.xavier_uniform_(self.gate1.weight, generator=generator)
@@ -221,7 +237,7 @@ class NSAAttention(nn.Module):
         else:
             arguments = self.arguments(x, rotary, cu_seqlens)
             o = nsa_attention(**arguments, backend=self.config.backend, strict=self.config.strict)
-        return self.out_proj(o.flatten(2))
+        return self.o_proj(o.flatten(2))
 
     def _from_cache(
         self,
@@ -287,12 +303,9 @@ class NSAAttention(nn.Module):
 
     def projections(self, x: Float[Tensor, "B T E"], branches: tuple[str, ...]) -> Projections:
         """`q`, `k SOURCE` and `v SOURCE`, not rotated; a source is a branch, or `shared`."""
-        linears = {"q": self.q_proj}
-        for kind, by_source in (("k", self.k_proj), ("v", self.v_proj)):
-            linears |= {f"{kind} {source}": linear for source, linear in by_source.items()}
         sources = ("shared",) if self.config.shared_kv else branches
         together = ["q", *(f"{kind} {source}" for kind in "kv" for source in sources)]
-        return Projections(x, linears, together)
+        return Projections(x, self.linears(), together)
 
     def queries_and_keys(
         self, projections: Projections, rotary: Rotary, branches: tuple[str, ...]
@@ -341,7 +354,7 @@ class NSAAttention(nn.Module):
         tables = (rotary.cos, rotary.sin) if after else None
         if self.config.phi == "mean":
             return Phi(rotary=tables)
-        key, value = self.phi_key.weights(dtype), self.phi_value.weights(dtype)
+        key, value = self.phi_key(dtype), self.phi_value(dtype)
         return Phi(self.config.phi, key, value, tables)
 
     def gates(
@@ -355,10 +368,11 @@ class NSAAttention(nn.Module):
             return one_hot.expand(*q.shape[:-1], 3)
         if config.gate == "uniform":
             return q.new_full((), 1 / 3).expand(*q.shape[:-1], 3)
-        weights = (self.gate1.weight, self.gate1.bias, self.gate2.weight, self.gate2.bias)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not config.stopgrad_gates):
             if config.gate == "softmax":
-                gates = softmax_gates(q, config.kv_heads, *weights, config.gate_temperature)
+                gates = softmax_gates(
+                    q, config.kv_heads, self.gate1, self.gate2, config.gate_temperature
+                )
             else:
-                gates = sigmoid_gates(x, *weights, config.gate_temperature)
+                gates = sigmoid_gates(x, self.gate1, self.gate2, config.gate_temperature)
             return gates.to(q.dtype)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from nsa.attention.witness import where
 from nsa.model.config import ModelConfig, check_config, layer_range
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.layer import NSAAttention, draw
+from nsa.model.names import rename_on_load
 from nsa.model.rotary import Rotary, rotary_for
 
 if TYPE_CHECKING:
@@ -31,16 +33,16 @@ class SwiGLU(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.layers = config.layers
-        self.gate = nn.Linear(config.dim, config.mlp_size, bias=False)
-        self.up = nn.Linear(config.dim, config.mlp_size, bias=False)
-        self.down = nn.Linear(config.mlp_size, config.dim, bias=False)
+        self.gate_proj = nn.Linear(config.dim, config.mlp_size, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.mlp_size, bias=False)
+        self.down_proj = nn.Linear(config.mlp_size, config.dim, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        draw((self.gate, self.up), self.down, self.layers, generator)
+        draw((self.gate_proj, self.up_proj), self.down_proj, self.layers, generator)
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -75,24 +77,161 @@ class Block(nn.Module):
         return x + self.mlp(in_autocast_dtype(self.norm2(x)))
 
 
-class LanguageModel(nn.Module):
+class Decoder(nn.Module):
+    """Tokens to hidden states: an embedding, blocks and a last norm, which `build` makes.
+
+    A base class without a constructor of its own, so that a class of another library can be one
+    too: LanguageModel adds the head, `nsa.hf` what transformers asks for.
+    """
+
+    sizes: ModelConfig
+
+    def build(self, config: ModelConfig) -> None:
+        """Makes the modules; weights come from torch's global generator."""
+        self.sizes = config
+        self.embed_tokens = nn.Embedding(config.vocab, config.dim)
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        nn.init.normal_(self.embed_tokens.weight, std=0.02)
+        self.recompute(config.checkpoint)
+
+    def embedded(self, tokens: Tensor) -> Float[Tensor, "B T E"]:
+        """Embeddings of ids [B, T] int64; what is embedded already [B, T, E] is returned as it is.
+
+        Raises ValueError for ids that are not so, and on a CPU for ids outside the vocabulary. On a
+        GPU such ids end in a device-side assertion, for looking at them first would make the host
+        wait.
+        """
+        if tokens.is_floating_point():
+            return tokens
+        with naming_strangers(self.sizes.vocab, "tokens", tokens):
+            return self.embed_tokens(tokens)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Integer[Tensor, " N1"] | None = None,
+        seen: list[Tensor] | None = None,
+    ) -> Float[Tensor, "B T E"]:
+        """Output of the last block for ids [B, T] or embeddings [B, T, E], before the last norm.
+
+        With `cu_seqlens` (B = 1) the sequences do not see each other. `seen` is filled with the
+        embeddings and every block's output. Raises ValueError as LanguageModel does.
+        """
+        self.check(tokens, packed=cu_seqlens is not None)
+        rotary = rotary_for(self.sizes, tokens.shape[1], tokens.device, cu_seqlens)
+        return self.run_blocks(self.embedded(tokens), rotary, cu_seqlens, seen=seen)
+
+    @torch.no_grad()
+    def read(
+        self,
+        tokens: Tensor,
+        cache: "NSACache",
+        counts: Tensor | Sequence[int] | None = None,
+        seen: list[Tensor] | None = None,
+    ) -> Float[Tensor, "B T E"]:
+        """Puts the next tokens into the cache; the last block's output, as `hidden` returns it.
+
+        Of counts that stand on a GPU the host knows nothing, and reserves room for all T tokens.
+        Raises ValueError as LanguageModel does.
+        """
+        self.check(tokens)
+        counts, known = cache.check(self.sizes, tokens, counts)
+        limit, new = self.sizes.max_tokens, tokens.shape[1]
+        if limit is not None and cache.longest + new > limit:
+            raise ValueError(
+                f"the cache has {cache.longest} tokens and {new} more are more than "
+                f"max_tokens={limit}; crop it or raise max_tokens"
+            )
+        cache.reserve(known)
+        x = self.step(tokens, cache, counts, seen)
+        cache.count(known)
+        return x
+
+    def step(
+        self,
+        tokens: Tensor,
+        cache: "NSACache",
+        counts: Tensor | None = None,
+        seen: list[Tensor] | None = None,
+    ) -> Float[Tensor, "B T E"]:
+        """The part of `read` that the device does alone, so that a CUDA graph can replay it."""
+        rotary = cache.rotary(tokens.shape[1])
+        x = self.embedded(tokens)
+        cached = {"counts": counts, "decode": cache.backend, "advance": False}
+        running = islice(self.blocks, self.sizes.layers)
+        for block, layer in zip(running, cache.layers, strict=True):
+            if seen is not None:
+                seen.append(x)
+            x = block(x, rotary, cache=layer, **cached)
+        cache.advance(tokens.shape[1], counts)
+        return x
+
+    def recompute(self, layers: str) -> range:
+        """Recompute these blocks in the backward: less memory for one more forward of each.
+
+        `layers` is "" (none), "all" or "start:end", as `layer_range` reads it; returns which. The
+        path witness counts calls, so a recomputed block's attention counts twice a step.
+        """
+        self.recomputed = layer_range(layers, len(self.blocks))
+        return self.recomputed
+
+    def run_blocks(
+        self, x: Tensor, *context: Any, seen: list[Tensor] | None = None
+    ) -> Float[Tensor, "B T E"]:
+        """x through the blocks in turn, each called as block(x, *context).
+
+        Each checkpoint is given the block itself. A lambda over the loop's variable would give the
+        same loss and recompute every layer with the last block: the backward runs after the loop.
+
+        The whole block is recomputed (early_stop=False), which costs no more than its last
+        operation: so torch notices a recomputation that saves other tensors than the forward did.
+        No layer draws random numbers, so their state is not stored.
+        """
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        for index, block in enumerate(islice(self.blocks, self.sizes.layers)):
+            if seen is not None:
+                seen.append(x)
+            recomputed = index in self.recomputed
+            x = again(block, x, *context) if recomputed else block(x, *context)
+        return x
+
+    def check(self, tokens: Tensor, packed: bool = False) -> None:
+        """ValueError unless tokens are ids or embeddings, at least one and at most max_tokens in
+        a sequence; of packed ones none is measured."""
+        embedded = tokens.is_floating_point()
+        wide = 3 if embedded else 2
+        right = tokens.dim() == wide and (embedded or tokens.dtype == torch.int64)
+        if not right or tokens.numel() == 0 or (embedded and tokens.shape[2] != self.sizes.dim):
+            raise ValueError(
+                f"tokens are {list(tokens.shape)} {tokens.dtype}; needed is [B, T] torch.int64 "
+                f"with at least one token, or their embeddings [B, T, {self.sizes.dim}]"
+            )
+        limit = self.sizes.max_tokens
+        if limit is not None and not packed and tokens.shape[1] > limit:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens are more than max_tokens={limit}; cut the input or "
+                "raise max_tokens"
+            )
+
+
+class LanguageModel(Decoder):
     """Next-byte prediction. Weights come from torch's global generator; see `reset_parameters`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         check_config(config)
         self.config = config
-        self.embed = nn.Embedding(config.vocab, config.dim)
-        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.build(config)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
-        self._reset_ends()
-        self.recompute(config.checkpoint)
+        self._reset_head()
+        self.register_load_state_dict_pre_hook(rename_on_load)
 
     def reset_parameters(self, seed: int) -> None:
         """Draw all weights anew from a generator of this seed on the weights' own device."""
-        generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
-        self._reset_ends(generator)
+        generator = torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
+        nn.init.normal_(self.embed_tokens.weight, std=0.02, generator=generator)
+        self._reset_head(generator)
         for block in self.blocks:
             for drawn in (block.attention, block.mlp):
                 drawn.reset_parameters(generator)
@@ -100,8 +239,7 @@ class LanguageModel(nn.Module):
                 norm.reset_parameters()
         self.norm.reset_parameters()
 
-    def _reset_ends(self, generator: torch.Generator | None = None) -> None:
-        nn.init.normal_(self.embed.weight, std=0.02, generator=generator)
+    def _reset_head(self, generator: torch.Generator | None = None) -> None:
         # Logits of standard deviation 1/4 at any width: the first loss is ln(vocab) + 1/32.
         std = 0.25 / sqrt(self.config.dim)
         nn.init.normal_(self.head.weight, std=std, generator=generator)
@@ -120,9 +258,8 @@ class LanguageModel(nn.Module):
         other. With a `cache` tokens are the next ones of the sequences in it, of which counts[b]
         are real (all by default), and are put into it; no gradient flows.
 
-        Raises ValueError for tokens that are not [B, T] int64 with 1 <= T <= max_tokens, and on a
-        CPU for ids outside the vocabulary. On a GPU such ids end in a device-side assertion, for
-        looking at them first would make the host wait. A cache that does not fit or is full raises
+        Raises ValueError for tokens that are not [B, T] int64 with 1 <= T <= max_tokens, and as
+        `embedded` says for ids outside the vocabulary. A cache that does not fit or is full raises
         ValueError too, and stays as it was.
         """
         if cache is not None:
@@ -132,111 +269,36 @@ class LanguageModel(nn.Module):
                 return self.logits(self.read(tokens, cache, counts)), None
         if counts is not None:
             raise ValueError("counts are for a cache; without one all T tokens are real")
-        self._check(tokens, targets)
-        rotary = rotary_for(self.config, tokens.shape[1], tokens.device, cu_seqlens)
-        with self._naming_strangers("tokens", tokens):
-            x = self.embed(tokens)
-        x = self.run_blocks(x, rotary, cu_seqlens)
-        logits = self.logits(x)
+        self._check_targets(tokens, targets)
+        logits = self.logits(self.hidden(tokens, cu_seqlens))
         if targets is None:
             return logits, None
-        with self._naming_strangers("targets", targets):
+        with naming_strangers(self.config.vocab, "targets", targets):
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         return logits, loss
 
     def logits(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
-        """What the last block's output says of the next tokens."""
+        """Scores of the next tokens, given the last block's output."""
         return self.head(in_autocast_dtype(self.norm(x)))
 
-    @torch.no_grad()
-    def read(
-        self,
-        tokens: Int64[Tensor, "B T"],
-        cache: "NSACache",
-        counts: Tensor | Sequence[int] | None = None,
-    ) -> Float[Tensor, "B T E"]:
-        """Puts the next tokens into the cache; the last block's output, for `logits`.
-
-        Of counts that stand on a GPU the host knows nothing, and reserves room for all T tokens.
-        Raises ValueError as `forward` does.
-        """
-        self._check(tokens, None)
-        counts, known = cache.check(self.config, tokens, counts)
-        limit, new = self.config.max_tokens, tokens.shape[1]
-        if limit is not None and cache.longest + new > limit:
-            raise ValueError(
-                f"the cache has {cache.longest} tokens and {new} more are more than "
-                f"max_tokens={limit}; crop it or raise max_tokens"
-            )
-        cache.reserve(known)
-        x = self.step(tokens, cache, counts)
-        cache.count(known)
-        return x
-
-    def step(
-        self, tokens: Tensor, cache: "NSACache", counts: Tensor | None = None
-    ) -> Float[Tensor, "B T E"]:
-        """The part of `read` that the device does alone, so that a CUDA graph can replay it."""
-        rotary = cache.rotary(tokens.shape[1])
-        with self._naming_strangers("tokens", tokens):
-            x = self.embed(tokens)
-        cached = {"counts": counts, "decode": cache.backend, "advance": False}
-        for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x = block(x, rotary, cache=layer, **cached)
-        cache.advance(tokens.shape[1], counts)
-        return x
-
-    def recompute(self, layers: str) -> range:
-        """Recompute these blocks in the backward: less memory for one more forward of each.
-
-        `layers` is "" (none), "all" or "start:end", as `layer_range` reads it; returns which. The
-        path witness counts calls, so a recomputed block's attention counts twice a step.
-        """
-        self.recomputed = layer_range(layers, len(self.blocks))
-        return self.recomputed
-
-    def run_blocks(self, x: Tensor, *context: Any) -> Tensor:
-        """x through the blocks in turn, each called as block(x, *context).
-
-        Each checkpoint is given the block itself. A lambda over the loop's variable would give the
-        same loss and recompute every layer with the last block: the backward runs after the loop.
-
-        The whole block is recomputed (early_stop=False), which costs no more than its last
-        operation: so torch notices a recomputation that saves other tensors than the forward did.
-        No layer draws random numbers, so their state is not stored.
-        """
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=False)
-        for index, block in enumerate(self.blocks):
-            recomputed = index in self.recomputed
-            x = again(block, x, *context) if recomputed else block(x, *context)
-        return x
-
-    @contextmanager
-    def _naming_strangers(self, name: str, ids: Tensor) -> Iterator[None]:
-        try:
-            yield
-        except IndexError as error:
-            vocab, held = self.config.vocab, f"{int(ids.min())} to {int(ids.max())}"
-            message = f"{name} hold ids from {held}; vocab={vocab} has 0 to {vocab - 1}"
-            raise ValueError(message) from error
-
-    def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
-        if tokens.dim() != 2 or tokens.dtype != torch.int64 or tokens.numel() == 0:
-            raise ValueError(
-                f"tokens are {list(tokens.shape)} {tokens.dtype}; needed is [B, T] torch.int64 "
-                "with at least one token"
-            )
+    @staticmethod
+    def _check_targets(tokens: Tensor, targets: Tensor | None) -> None:
         if targets is not None and (targets.shape != tokens.shape or targets.dtype != tokens.dtype):
             raise ValueError(
                 f"targets are {list(targets.shape)} {targets.dtype}, tokens {list(tokens.shape)} "
                 f"{tokens.dtype}; both must be alike"
             )
-        limit = self.config.max_tokens
-        if limit is not None and tokens.shape[1] > limit:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens are more than max_tokens={limit}; cut the input or "
-                "raise max_tokens"
-            )
+
+
+@contextmanager
+def naming_strangers(vocab: int, name: str, ids: Tensor) -> Iterator[None]:
+    """Turns torch's IndexError over an id into a ValueError that names the ids and the range."""
+    try:
+        yield
+    except IndexError as error:
+        held = f"{int(ids.min())} to {int(ids.max())}"
+        message = f"{name} hold ids from {held}; vocab={vocab} has 0 to {vocab - 1}"
+        raise ValueError(message) from error
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:

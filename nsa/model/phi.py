@@ -20,7 +20,7 @@ class LearnedPhi(nn.Module):
         self.position = nn.Parameter(torch.zeros(kv_heads, block, width))
         self.weight1 = nn.Parameter(torch.zeros(kv_heads, block * width, width))
 
-    def weights(self, dtype: torch.dtype) -> PhiWeights:
+    def forward(self, dtype: torch.dtype) -> PhiWeights:
         """The parameters in the dtype in which the branch computes."""
         return PhiWeights(**{name: p.to(dtype) for name, p in self.named_parameters()})
 

@@ -55,11 +55,11 @@ def test_a_run_of_train_goes_to_transformers_and_back(tmp_path):
 
 def test_a_tied_head_is_one_of_its_own_in_a_checkpoint(tmp_path):
     model, _ = from_llama(llama(tie_word_embeddings=True), WIDE, backend="gather")
-    assert model.model.head.weight is model.model.embed.weight
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     back = nsa.load_model(to_checkpoint(model, tmp_path))
-    assert torch.equal(back.head.weight, back.embed.weight)
-    assert back.head.weight.data_ptr() != back.embed.weight.data_ptr()
-    assert model.model.head.weight is model.model.embed.weight
+    assert torch.equal(back.head.weight, back.embed_tokens.weight)
+    assert back.head.weight.data_ptr() != back.embed_tokens.weight.data_ptr()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 ROPE = [
@@ -100,8 +100,8 @@ def test_the_branches_copies_are_trained_apart(tmp_path):
     assert model.config.bos_token_id == 4 and model.dtype == torch.float64
     model.train()(IDS, labels=IDS).loss.backward()
     layer = model.model.blocks[0].attention
-    for side in (layer.k_proj, layer.v_proj):
-        weights = [side[b].weight for b in ("cmp", "slc", "win")]
+    for side in ("k_proj", "v_proj"):
+        weights = [layer.get_submodule(f"{b}.{side}").weight for b in ("cmp", "slc", "win")]
         assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
         assert len({w.data_ptr() for w in weights}) == 3
         assert not torch.equal(weights[1].grad, weights[2].grad)
@@ -129,7 +129,7 @@ def test_the_trainer_of_transformers_trains_it(tmp_path):
 
     model = made(head_dim=8).float().train()
     with torch.no_grad():
-        model.model.head.weight /= 20
+        model.lm_head.weight /= 20
     data = [{"input_ids": row, "labels": row} for row in tokens(1, 33).repeat(8, 1)]
     options = {"per_device_train_batch_size": 4, "learning_rate": 3e-3, "report_to": []}
     options |= {"use_cpu": True, "logging_steps": 10, "save_steps": 50, "disable_tqdm": True}

@@ -37,7 +37,7 @@ def padded(side):
 
 def test_logits_are_those_of_the_model_inside(model):
     with torch.no_grad():
-        wanted, _ = model.model(IDS)
+        wanted, _ = model.language_model()(IDS)
         whole = model(IDS)
         assert torch.equal(model(IDS, use_cache=False).logits, wanted)
         assert torch.equal(model(IDS, use_cache=False, logits_to_keep=2).logits, wanted[:, -2:])
@@ -57,7 +57,7 @@ def test_padding_is_as_if_it_were_not_there(model, side, cached):
     with torch.no_grad():
         found = model(ids, attention_mask=mask, use_cache=cached).logits
         for b, n in enumerate(LENGTHS):
-            alone, _ = model.model(IDS[b : b + 1, :n])
+            alone, _ = model.language_model()(IDS[b : b + 1, :n])
             torch.testing.assert_close(found[b][mask[b].bool()], alone[0])
 
 
@@ -66,7 +66,7 @@ def test_a_loss_counts_each_token_that_another_stands_before(model, side):
     ids, mask = padded(side)
     losses, count = [], 0
     for b, n in enumerate(LENGTHS):
-        _, loss = model.model(IDS[b : b + 1, : n - 1], IDS[b : b + 1, 1:n])
+        _, loss = model.language_model()(IDS[b : b + 1, : n - 1], IDS[b : b + 1, 1:n])
         losses.append(loss * (n - 1))
         count += n - 1
     found = model(ids, attention_mask=mask, labels=ids)
@@ -79,7 +79,7 @@ def test_a_loss_counts_each_token_that_another_stands_before(model, side):
 def test_packed_sequences_do_not_see_each_other(model):
     row, cu = torch.cat([IDS[0], IDS[1, :11]])[None], torch.tensor([0, 30, 41], dtype=torch.int32)
     found = model(row, cu_seq_lens_q=cu, position_ids=torch.arange(41)[None]).logits
-    torch.testing.assert_close(found[:, 30:], model.model(IDS[1:2, :11])[0])
+    torch.testing.assert_close(found[:, 30:], model.language_model()(IDS[1:2, :11])[0])
 
 
 def test_recomputed_blocks_have_the_same_gradients(model):
@@ -101,26 +101,28 @@ def test_a_file_brings_the_same_model_back(model, tmp_path):
     assert {"config.json", "model.safetensors"} <= {file.name for file in tmp_path.iterdir()}
     again = AutoModelForCausalLM.from_pretrained(tmp_path, backend="masked")
     assert type(again) is NSAForCausalLM and again.dtype == torch.float64
-    assert again.model.config == model.model.config.with_(backend="masked")
+    assert again.model.sizes == model.model.sizes.with_(backend="masked")
     config = AutoConfig.from_pretrained(tmp_path)
-    assert config.model_config() == model.model.config and config.pad_token_id == 256
+    assert config.model_config() == model.model.sizes and config.pad_token_id == 256
     for name, weight in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], weight)
 
 
 def test_what_a_file_lacks_is_drawn_and_the_rest_stays(model, tmp_path):
-    lacking = ("gate2.weight", "phi_key.weight1", "blocks.1.norm1.weight", "head.weight")
+    lacking = ("gate2.weight", "phi_key.weight1", "blocks.1.norm1.weight", "lm_head.weight")
     kept = {k: v * 0 + 3 for k, v in model.state_dict().items() if not k.endswith(lacking)}
     model.save_pretrained(tmp_path, state_dict=dict(kept))
     found, told = NSAForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     torch.manual_seed(0)
-    drawn = LanguageModel(model.model.config)  # their spread is to be like this
+    drawn = LanguageModel(model.model.sizes)  # their spread is to be like this
     assert set(told["missing_keys"]) == set(model.state_dict()) - set(kept)
     for name, weight in found.state_dict().items():
         if name in kept:
             assert bool((weight == 3).all())
         else:
-            like = drawn.get_parameter(name.removeprefix("model.")).double()
+            like = drawn.get_parameter(
+                name.removeprefix("model.").replace("lm_head", "head")
+            ).double()
             assert (weight.mean() - like.mean()).abs() < 0.02
             assert like.std() * 0.7 <= weight.std() <= like.std() * 1.4
 
@@ -129,14 +131,14 @@ def test_a_tied_head_is_the_embedding_also_in_a_file(tmp_path):
     tied = NSAForCausalLM(NSAConfig.of(tiny(), tie_word_embeddings=True))
     tied.save_pretrained(tmp_path)
     again = NSAForCausalLM.from_pretrained(tmp_path)
-    assert again.model.head.weight is again.model.embed.weight
-    assert torch.equal(again.model.embed.weight, tied.model.head.weight)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(again.model.embed_tokens.weight, tied.lm_head.weight)
 
 
 def test_a_larger_vocabulary_is_known_inside():
     model = NSAForCausalLM(NSAConfig.of(tiny()))
     model.resize_token_embeddings(260, mean_resizing=False)
-    assert model.config.vocab_size == model.model.config.vocab == 260
+    assert model.config.vocab_size == model.model.sizes.vocab == 260
     assert model(torch.full((1, 3), 259)).logits.shape == (1, 3, 260)
 
 
@@ -161,14 +163,15 @@ def test_what_does_not_fit_is_refused(model):
     mask = torch.ones_like(IDS)
     cases = [
         ({"input_embeds": 1}, TypeError, "takes no input_embeds"),
-        ({"inputs_embeds": torch.ones(1)}, ValueError, "the model reads input_ids"),
+        ({"inputs_embeds": torch.ones(1)}, ValueError, "one of input_ids and inputs_embeds"),
         ({"output_attentions": True}, ValueError, "there is no T x T matrix"),
-        ({"output_hidden_states": True}, ValueError, "forward hook"),
+        ({"is_causal": False}, ValueError, "NSA is causal"),
         ({"cache": DynamicCache()}, ValueError, "DynamicCache cannot hold what NSA keeps"),
         ({"cache": cache}, ValueError, "of 3 sequences, the cache of 2"),
         ({"cache": GenerationCache(model.config), "labels": IDS}, ValueError, "no labels"),
         ({"attention_mask": mask[:, 1:]}, ValueError, r"shape \(3, 29\) and must be"),
         ({"attention_mask": mask[:, None]}, ValueError, "0 where there is no token"),
+        ({"attention_mask": torch.ones(3, 1, 30, 30)}, ValueError, "a mask of queries by keys"),
         ({"position_ids": torch.arange(30)[None] + 1}, ValueError, "position_ids differ"),
     ]
     for options, kind, message in cases:

@@ -127,7 +127,7 @@ def test_the_cache_is_cut_chosen_from_and_emptied(model):
         found = model(ids[[0, 0, 0, 0]], cache=cache).logits
         for b, (row, first) in enumerate([(2, 15), (2, 15), (0, 0), (0, 0)]):
             whole = torch.cat([IDS[row, first:], ids[0]])[None]
-            torch.testing.assert_close(found[b], model.model(whole)[0][0, -3:])
+            torch.testing.assert_close(found[b], model.language_model()(whole)[0][0, -3:])
     with pytest.raises(ValueError, match="has 23 columns and 24 cannot be removed"):
         cache.crop(-24)
     cache.reset()
@@ -146,7 +146,7 @@ def test_columns_taken_back_may_be_padding_also_of_sequences_in_another_order(mo
         found = model(ids[:, :2], cache=cache).logits
     for b, (row, kept) in enumerate([(1, 9), (0, 8)]):
         whole = torch.cat([ids[row, :kept], ids[b, :2]])[None]
-        torch.testing.assert_close(found[b], model.model(whole)[0][0, -2:])
+        torch.testing.assert_close(found[b], model.language_model()(whole)[0][0, -2:])
 
 
 def test_other_caches_are_refused_and_dense_attention_goes_without(model):

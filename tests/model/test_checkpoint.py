@@ -69,7 +69,7 @@ def test_bf16_autocast_is_recomputed_alike():
 def test_a_late_binding_closure_would_be_caught():
     healthy, broken = model_of(2), model_of(2)
 
-    def late_bound(x, *context):
+    def late_bound(x, *context, seen=None):
         """The case study's defect: the lambda reads the loop's variable when the loop has ended."""
         for block in broken.blocks:
             x = checkpoint(lambda *args: block(*args), x, *context, use_reentrant=False)  # noqa: B023

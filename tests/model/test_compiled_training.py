@@ -60,7 +60,7 @@ def test_all_blocks_are_one_graph_made_once_that_trains_as_they_do(backend, name
     assert found["losses"] == pytest.approx(found["plain"], abs=ALLOWED[name])
     assert found["names"], "a parameter changed its name"
     if backend == "eager":
-        # q, k and v; out_proj; gate; up; down. An MLP of two layers makes the gates.
+        # q, k and v; o_proj; gate; up; down. An MLP of two layers makes the gates.
         assert found["products"] == [5 if name == "dense" else 7]
 
 

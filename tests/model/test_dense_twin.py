@@ -31,7 +31,7 @@ def written_out(layer, x):
         s = h // (c.heads // c.kv_heads)
         scores = q[:, :, h] @ k[:, :, s].transpose(1, 2) * c.head_dim**-0.5
         outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, :, s])
-    return torch.cat(outputs, -1) @ layer.out_proj.weight.double().T
+    return torch.cat(outputs, -1) @ layer.o_proj.weight.double().T
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_a_forced_branch_leaves_the_others_and_the_gate_without_gradient(force_b
     model = LanguageModel(tiny(force_branch=force_branch, phi=phi))
     without = {name.partition("attention.")[2] for name in without_gradient(model)}
     names = [name for name in BRANCHES if name != force_branch]
-    others = {f"{side}_proj.{name}.weight" for side in "kv" for name in names}
+    others = {f"{name}.{side}_proj.weight" for side in "kv" for name in names}
     learned = {f"phi_{side}.{p}" for side in ("key", "value") for p in ("position", "weight1")}
     unused = learned if phi == "linear" and force_branch != "cmp" else set()
     assert without == GATE | others | unused
@@ -67,24 +67,24 @@ def test_projections_that_are_more_than_a_weight_are_traced_as_they_are(monkeypa
     layer, x = NSAAttention(config), hidden(config)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     plain = layer.projections(x, BRANCHES)["v win"]
-    handle = layer.v_proj["win"].register_forward_hook(hook)
+    handle = layer.win.v_proj.register_forward_hook(hook)
     torch.testing.assert_close(layer.projections(x, BRANCHES)["v win"], 3 * plain)
     handle.remove()
-    layer.v_proj["win"].forward = lambda x: 4 * plain
+    layer.win.v_proj.forward = lambda x: 4 * plain
     torch.testing.assert_close(layer.projections(x, BRANCHES)["v win"], 4 * plain)
-    del layer.v_proj["win"].forward
+    del layer.win.v_proj.forward
     doubled = Doubled(config.dim, plain.shape[-1], bias=False)
-    doubled.load_state_dict(layer.v_proj["win"].state_dict())
-    layer.v_proj["win"] = doubled
+    doubled.load_state_dict(layer.win.v_proj.state_dict())
+    layer.win.v_proj = doubled
     torch.testing.assert_close(layer.projections(x, BRANCHES)["v win"], 2 * plain)
 
 
 def applied_projections(layer):
     """A list to which each application of a key or value projection adds its name."""
     applied = []
-    for side in ("k_proj", "v_proj"):
-        for name, projection in getattr(layer, side).items():
-            projection.register_forward_hook(lambda *_, at=f"{side}.{name}": applied.append(at))
+    for name, projection in layer.named_modules():
+        if name.endswith(("k_proj", "v_proj")):
+            projection.register_forward_hook(lambda *_, at=name: applied.append(at))
     return applied
 
 
@@ -118,7 +118,7 @@ def test_projections_traced_as_one_product_make_the_same(monkeypatch, changes):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with Products() as counted:
         together = gradients(model)
-    # q, k and v; out_proj; gate; up; down; the head. Keys that only score blocks stay apart, so
+    # q, k and v; o_proj; gate; up; down; the head. Keys that only score blocks stay apart, so
     # that their weight has no gradient.
     assert counted.count == 6 + (changes.get("force_branch") == "slc")
     for name, gradient in apart.items():
@@ -135,7 +135,7 @@ def test_a_shared_projection_is_applied_once(force_branch, rope):
     layer = NSAAttention(config)
     applied = applied_projections(layer)
     layer(hidden(config))
-    assert sorted(applied) == ["k_proj.shared", "v_proj.shared"]
+    assert sorted(applied) == ["k_proj", "v_proj"]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -174,8 +174,8 @@ def test_a_forced_branch_skips_the_others_work(force_branch):
     with recording() as full_paths:
         full_nodes = count_nodes([full(x)])
 
-    scoring = ["k_proj.cmp"] if force_branch == "slc" else []
-    assert sorted(applied) == sorted([f"k_proj.{force_branch}", f"v_proj.{force_branch}", *scoring])
+    scoring = ["cmp.k_proj"] if force_branch == "slc" else []
+    assert sorted(applied) == sorted([f"{force_branch}.k_proj", f"{force_branch}.v_proj", *scoring])
     served = {branch for branch, _ in forced_paths.paths} & set(BRANCHES)
     assert served == {force_branch}
     assert {branch for branch, _ in full_paths.paths} >= set(BRANCHES)
@@ -262,7 +262,7 @@ def test_gates_start_near_their_middle_with_a_tenth_of_xaviers_spread(gate):
 def test_a_learned_linear_phi_starts_as_the_mean():
     layer = NSAAttention(tiny(phi="linear"))
     x = torch.randn(2, TOKENS, 2, 8)
-    started = compress(x, "linear", layer.phi_key.weights(x.dtype), layer.config.nsa)
+    started = compress(x, "linear", layer.phi_key(x.dtype), layer.config.nsa)
     torch.testing.assert_close(started, compress(x, "mean", None, layer.config.nsa))
 
 
@@ -295,7 +295,7 @@ def test_the_backend_named_is_the_backend_that_runs_and_an_unknown_one_is_refuse
 def test_strict_mode_reaches_the_attention():
     layer = NSAAttention(tiny(strict=True))
     with torch.no_grad():
-        layer.v_proj["win"].weight[0, 0] = float("nan")
+        layer.win.v_proj.weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="'win'"):
         layer(hidden(layer.config))
 
@@ -325,10 +325,10 @@ def written_out(layer, x, cu_seqlens=None):
 
     after = config.compress_rope == "after"
     q = turned(projected("q_proj", config.heads))
-    source = {name: "shared" if config.shared_kv else name for name in BRANCHES}
-    k = {name: projected(f"k_proj.{source[name]}", config.kv_heads) for name in BRANCHES}
+    source = {name: "" if config.shared_kv else f"{name}." for name in BRANCHES}
+    k = {name: projected(f"{source[name]}k_proj", config.kv_heads) for name in BRANCHES}
     k = {name: y if after and name == "cmp" else turned(y) for name, y in k.items()}
-    v = {name: projected(f"v_proj.{source[name]}", config.kv_heads) for name in BRANCHES}
+    v = {name: projected(f"{source[name]}v_proj", config.kv_heads) for name in BRANCHES}
     phi = Phi(config.phi, learned("key"), learned("value"), (cos, sin) if after else None)
 
     per_group = config.gate == "softmax"
@@ -347,7 +347,7 @@ def written_out(layer, x, cu_seqlens=None):
 
     branches = (config.force_branch,) if config.force_branch else BRANCHES
     o = nsa(q, k, v, gates, config.nsa, phi=phi, cu_seqlens=cu_seqlens, branches=branches).o
-    return o.flatten(2) @ weight["out_proj.weight"].T
+    return o.flatten(2) @ weight["o_proj.weight"].T
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_one_seed_gives_one_model_whatever_its_weights_were_before(config):
 def test_output_projections_start_smaller_by_the_root_of_twice_the_depth(make):
     config = make(layers=8, dim=64, head_dim=16)
     block = LanguageModel(config).blocks[0]
-    for matrix in (block.attention.out_proj.weight, block.mlp.down.weight):
+    for matrix in (block.attention.o_proj.weight, block.mlp.down_proj.weight):
         assert matrix.std().item() == pytest.approx(0.02 / 4, rel=0.1)
     assert block.attention.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
@@ -99,7 +99,7 @@ def test_autocast_feeds_all_projections_of_a_layer_from_one_copy():
     model = LanguageModel(tiny())
     seen = []
     attention = model.blocks[0].attention
-    for projection in (*attention.k_proj.values(), *attention.v_proj.values(), attention.q_proj):
+    for projection in attention.linears().values():
         projection.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.autocast("cpu", torch.bfloat16):
         logits, loss = model(tokens(), tokens(seed=1))
@@ -152,12 +152,12 @@ def test_the_model_around_its_attention_is_llama_written_out():
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight[f"{name}.weight"]
 
     def mlp(x):
-        gate, up, down = (weight[f"blocks.0.mlp.{n}.weight"] for n in ("gate", "up", "down"))
+        gate, up, down = (weight[f"blocks.0.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
         opened = x @ gate.T
         return (opened / (1 + torch.exp(-opened)) * (x @ up.T)) @ down.T
 
     with torch.no_grad():
-        x = weight["embed.weight"][tokens()]
+        x = weight["embed_tokens.weight"][tokens()]
         x = x + attention(normed(x, "blocks.0.norm1"))
         x = x + mlp(normed(x, "blocks.0.norm2"))
         want = normed(x, "norm") @ weight["head.weight"].T

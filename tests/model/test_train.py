@@ -148,7 +148,7 @@ def test_gradients_left_from_before_do_not_enter_the_first_step(frozen):
 def test_each_run_warns_of_its_own_non_finite_outputs_once():
     broken = trainer()
     broken.run(1)
-    weight = broken.model.blocks[1].attention.v_proj["win"].weight
+    weight = broken.model.blocks[1].attention.win.v_proj.weight
     for outside in (nullcontext, nullcontext, witness.recording):
         broken.model.reset_parameters(0)
         with torch.no_grad():
@@ -291,6 +291,6 @@ def test_a_value_that_is_not_finite_is_named_by_layer_and_step():
     broken = trainer(config=tiny(strict=True))
     broken.run(1)
     with torch.no_grad():
-        broken.model.blocks[1].attention.v_proj["win"].weight[0, 0] = float("nan")
+        broken.model.blocks[1].attention.win.v_proj.weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="'win' at layer 1, step 1"):
         broken.run(1)

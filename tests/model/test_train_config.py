@@ -114,7 +114,7 @@ def overflow(*steps):
 )
 def test_it_computes_in_its_precision_and_keeps_weights_and_states_in_fp32(precision, dtype):
     trained, seen = trainer(precision=precision), []
-    down = trained.model.blocks[0].mlp.down
+    down = trained.model.blocks[0].mlp.down_proj
     down.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     trained.step(0)
     assert seen == [dtype]
@@ -168,9 +168,11 @@ def test_small_gradients_survive_fp16_only_because_the_loss_is_scaled():
 
 
 def test_narrow_weights_are_refused_and_wide_ones_are_not():
-    with pytest.raises(ValueError, match=r"embed\.weight is bfloat16: updates smaller than"):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is bfloat16: updates smaller than"):
         half(model=LanguageModel(tiny()).bfloat16())
-    message = r"embed\.weight is fp16: AdamW's eps of 1e-8 becomes 0.*precision='bf16' would do"
+    message = (
+        r"embed_tokens\.weight is fp16: AdamW's eps of 1e-8 becomes 0.*precision='bf16' would do"
+    )
     with pytest.raises(ValueError, match=message):
         half(model=LanguageModel(tiny()).half())
     half(model=LanguageModel(tiny()).double())

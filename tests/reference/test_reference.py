@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import brute
@@ -424,27 +425,33 @@ def test_rotary_refuses_an_odd_head_dim():
         rotary_tables(4, 7)
 
 
+def layers(*weights):
+    """Linear layers with these weights and biases."""
+    pairs = zip(weights[::2], weights[1::2], strict=True)
+    return [partial(torch.nn.functional.linear, weight=w, bias=b) for w, b in pairs]
+
+
 def test_sigmoid_gates_are_one_triple_a_head_in_zero_one():
     weights = (torch.randn(8, 6), torch.randn(8), torch.randn(12, 8), torch.randn(12))
     hidden = torch.randn(2, 5, 6)
-    gates = sigmoid_gates(hidden, *weights)
+    gates = sigmoid_gates(hidden, *layers(*weights))
     assert gates.shape == (2, 5, 4, 3) and ((gates > 0) & (gates < 1)).all()
     one = weights[2] @ torch.nn.functional.silu(weights[0] @ hidden[1, 2] + weights[1]) + weights[3]
     torch.testing.assert_close(gates[1, 2, 3], one[9:].sigmoid())
     torch.testing.assert_close(
-        sigmoid_gates(hidden, *weights, 4.0)[1, 2, 3], (one[9:] / 4).sigmoid()
+        sigmoid_gates(hidden, *layers(*weights), 4.0)[1, 2, 3], (one[9:] / 4).sigmoid()
     )
 
 
 def test_softmax_gates_are_one_triple_a_group_and_add_up_to_one():
     weights = (torch.randn(3, 6), torch.randn(3), torch.randn(3, 3), torch.randn(3))
     q = torch.randn(2, 5, 4, 6)
-    gates = softmax_gates(q, 2, *weights)
+    gates = softmax_gates(q, 2, *layers(*weights))
     assert gates.shape == (2, 5, 4, 3)
     torch.testing.assert_close(gates.sum(-1), torch.ones(2, 5, 4))
     assert torch.equal(gates[:, :, 0], gates[:, :, 1])
-    swapped = softmax_gates(q[:, :, [1, 0, 3, 2]], 2, *weights)
+    swapped = softmax_gates(q[:, :, [1, 0, 3, 2]], 2, *layers(*weights))
     torch.testing.assert_close(gates, swapped)  # only the mean of a group counts
     # Softmax of logits / tau is the softmax's own power 1 / tau, made to add up to one.
     cooled = gates**4 / (gates**4).sum(-1, keepdim=True)
-    torch.testing.assert_close(softmax_gates(q, 2, *weights, 0.25), cooled)
+    torch.testing.assert_close(softmax_gates(q, 2, *layers(*weights), 0.25), cooled)

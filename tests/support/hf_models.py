@@ -16,5 +16,5 @@ def made(seed=0, *, pad=256, eos=None, **changes):
     config = NSAConfig.of(tiny(**changes), pad_token_id=pad, eos_token_id=eos)
     model = NSAForCausalLM(config).double().eval()
     with torch.no_grad():
-        model.model.head.weight *= 20
+        model.lm_head.weight *= 20
     return model

@@ -108,7 +108,7 @@ def overflow(place):
     backward(place, wrapped)
     before = [whole(p.detach()) for p in model.parameters()]
     if place.rank == place.ranks - 1:
-        gradient = model.embed.weight.grad
+        gradient = model.embed_tokens.weight.grad
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)[0] = torch.inf
     scaler.scale(torch.ones((), device=place.device))
     scaler.unscale_(optimizer)

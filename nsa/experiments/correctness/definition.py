@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nsa.blocks import count_compressed, overlap
 from nsa.config import NSAConfig
@@ -50,8 +51,9 @@ def definition(tokens: int = probe.TOKENS, seed: int = 0, **sizes: int) -> Defin
     q = normal(1, tokens, probe.HEADS, probe.DIM)
     k, v = ({b: normal(1, tokens, probe.KV_HEADS, probe.DIM) for b in BRANCHES} for _ in "kv")
     hidden = normal(1, tokens, HIDDEN)
-    weights = normal(HIDDEN, HIDDEN) / 4, normal(HIDDEN), normal(3 * probe.HEADS, HIDDEN) / 4
-    gates = sigmoid_gates(hidden, *weights, normal(3 * probe.HEADS))
+    first = normal(HIDDEN, HIDDEN) / 4, normal(HIDDEN)
+    last = normal(3 * probe.HEADS, HIDDEN) / 4, normal(3 * probe.HEADS)
+    gates = sigmoid_gates(hidden, *(lambda x, w=w: F.linear(x, *w) for w in (first, last)))
     result = nsa(q, k, v, gates, config)
 
     t = torch.arange(tokens)

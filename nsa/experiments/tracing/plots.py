@@ -137,7 +137,7 @@ def _stack(axes, at: float, width: float, elements: list[int]) -> None:
 
 def _in_model_order(arrived: list[str]) -> list[str]:
     """Embedding, blocks, final norm, head; within each the last to arrive comes first."""
-    ends = {"embed": -1, "norm": 10**6, "head": 10**6 + 1}
+    ends = {"embed_tokens": -1, "embed": -1, "norm": 10**6, "head": 10**6 + 1}
 
     def place(item: tuple[int, str]) -> tuple[int, int]:
         order, name = item

@@ -113,8 +113,8 @@ def _look(seen: dict, name: str, module: nn.Module, args: tuple, kwargs: dict, o
     ]
     if not seen and not all(bool(x.isfinite().all()) for x in outputs):
         seen["output"] = name
-    # What goes into out_proj is the branches' gated sum: which of them was it?
-    if isinstance(module, NSAAttention) and seen.get("output") == f"{name}.out_proj":
+    # What goes into o_proj is the branches' gated sum: which of them was it?
+    if isinstance(module, NSAAttention) and seen.get("output") == f"{name}.o_proj":
         with torch.no_grad():
             arguments = module.arguments(*args, **kwargs)
             try:

@@ -40,7 +40,7 @@ def planted(fault: str, config: ModelConfig, ranks: int) -> Planted:
         raise ValueError(f"a rank branch needs at least 2 ranks, got {ranks}")
     layer = config.layers // 2
     kinds = ("k_proj", "v_proj")
-    names = tuple(f"blocks.{layer}.attention.{kind}.{BRANCH}.weight" for kind in kinds)
+    names = tuple(f"blocks.{layer}.attention.{BRANCH}.{kind}.weight" for kind in kinds)
     where = (ranks - 1,) if fault == "rank branch" else tuple(range(ranks))
     return Planted(names, STATE[fault], where)
 
@@ -84,7 +84,7 @@ def without_gradient(config: ModelConfig, names: Iterable[str]) -> set[str]:
         parts += ["gate1.", "gate2."]
     if config.force_branch:
         others = [branch for branch in BRANCHES if branch != config.force_branch]
-        parts += [f"{kind}.{branch}." for kind in ("k_proj", "v_proj") for branch in others]
+        parts += [f"{branch}." for branch in others]
     if config.force_branch in ("slc", "win"):
         parts += ["phi_key.", "phi_value."]
     return {name for name in names if any(f".attention.{part}" in name for part in parts)}

@@ -98,8 +98,8 @@ def test_an_unknown_name_is_refused_with_the_nearest():
 @pytest.mark.parametrize(
     ("name", "found", "parts"),
     [
-        ("detached branch", "missing", {"k_proj.win.weight", "v_proj.win.weight"}),
-        ("gate x 0", "zero", {"k_proj.win.weight", "v_proj.win.weight"}),
+        ("detached branch", "missing", {"win.k_proj.weight", "win.v_proj.weight"}),
+        ("gate x 0", "zero", {"win.k_proj.weight", "win.v_proj.weight"}),
         ("argmax", "missing", {"scores.weight", "scores.bias"}),
         ("detached late", "missing", {"0.weight", "0.bias"}),
     ],

@@ -11,7 +11,7 @@ from nsa.experiments.tracing import claims, plots, table
 from nsa.experiments.tracing.trials import TRIALS, Setup, Traced, trials_for
 
 matplotlib.use("agg")
-KEYS = "blocks.1.attention.k_proj.win.weight"
+KEYS = "blocks.1.attention.win.k_proj.weight"
 
 
 def verdicts(traced):
@@ -152,7 +152,9 @@ def test_ranks_are_laid_beside_each_other():
     mine = found[(found["trial"] == "rank branch") & (found["step"] == 1)].set_index("parameter")
     assert list(mine.loc[KEYS, ["state_0", "state_1"]]) == ["arrived", "missing"]
     assert mine.loc["head.weight", "same"]
-    assert not mine.loc["embed.weight", "same"]  # what comes after a missing one comes earlier
+    assert not mine.loc[
+        "embed_tokens.weight", "same"
+    ]  # what comes after a missing one comes earlier
 
 
 def test_tables_of_nothing_are_empty_and_figures_say_so():

@@ -302,7 +302,7 @@ def test_weights_that_are_not_finite_are_never_saved(place, capsys, monkeypatch)
     class Breaking(Heartbeat):
         def on_start(self, trainer):
             super().on_start(trainer)
-            self.weight = trainer.model.embed.weight
+            self.weight = trainer.model.embed_tokens.weight
 
         def on_phase(self, name, step):
             super().on_phase(name, step)
@@ -312,7 +312,9 @@ def test_weights_that_are_not_finite_are_never_saved(place, capsys, monkeypatch)
     monkeypatch.setattr("nsa.experiments.training.job.Heartbeat", Breaking)
     assert cli.main([*TINY, "--save-every", "1", "--into", "r"]) == 1
     printed = capsys.readouterr().out
-    assert "step 1 left weights that are not finite; parameter embed.weight already" in printed
+    assert (
+        "step 1 left weights that are not finite; parameter embed_tokens.weight already" in printed
+    )
     assert record(place / "r")["stop_reason"] == "non_finite"
     (kept,) = saving.checkpoints(place / "r" / "checkpoints")
     assert kept.name == "step-000001.pt"

@@ -64,12 +64,14 @@ def plant(trained, name, value):
 def test_a_weight_that_is_not_finite_ends_the_run_and_is_named():
     trained, guard = guarded()
     trained.run(2)
-    plant(trained, "blocks.1.mlp.up.weight", math.inf)
+    plant(trained, "blocks.1.mlp.up_proj.weight", math.inf)
     before = weights(trained)
     end = stopped(trained)
     assert (end.reason, end.step) == ("non_finite", 2)
-    assert str(end).startswith("step 2: the loss is nan; parameter blocks.1.mlp.up.weight already")
-    assert end.facts["causes"][0]["weight"] == "blocks.1.mlp.up.weight"
+    assert str(end).startswith(
+        "step 2: the loss is nan; parameter blocks.1.mlp.up_proj.weight already"
+    )
+    assert end.facts["causes"][0]["weight"] == "blocks.1.mlp.up_proj.weight"
     assert same(weights(trained), before), "the step changed nothing"
     assert [step for step, *_ in guard.take()] == [0, 1, 2]
     with pytest.raises(Stopped, match="left weights that are not finite"):
@@ -80,8 +82,8 @@ def test_a_weight_that_is_not_finite_ends_the_run_and_is_named():
 @pytest.mark.parametrize(
     ("name", "value", "place"),
     [
-        ("blocks.1.attention.v_proj.win.weight", 3e38, "v_proj.win"),
-        ("blocks.1.attention.k_proj.cmp.weight", 1e36, "attention"),
+        ("blocks.1.attention.win.v_proj.weight", 3e38, "win.v_proj"),
+        ("blocks.1.attention.cmp.k_proj.weight", 1e36, "attention"),
     ],
     ids=["a projection", "a branch"],
 )
@@ -89,14 +91,12 @@ def test_the_first_output_that_is_not_finite_is_named_by_layer_and_branch(name, 
     trained, _ = guarded(config=tiny(checkpoint="all"))
     with torch.no_grad():
         trained.model.get_parameter(name).fill_(value)
-        trained.model.blocks[1].attention.q_proj.weight.mul_(
-            1e4
-        )  # its scores overflow, no key does
+        trained.model.blocks[1].attention.q_proj.weight.mul_(1e4)  # scores overflow, no key does
     end = stopped(trained)
     found = end.facts["causes"][0]
     assert found["weight"] is None and found["largest_weight"] == (pytest.approx(value), name)
     assert found["output"].startswith("blocks.1.attention") and found["output"].endswith(place)
-    assert (found["layer"], found["branch"]) == (1, name.split(".")[-2])
+    assert (found["layer"], found["branch"]) == (1, name.split(".")[-3])
     assert f"(layer 1, branch {found['branch']})" in str(end)
     assert end.advice[0].startswith("a smaller learning rate (--lr, now 0.001): the largest weight")
 
@@ -107,7 +107,10 @@ def test_a_backward_alone_that_is_not_finite_is_found_by_its_parameters():
     end = stopped(trained)
     found = end.facts["causes"][0]
     assert (found["output"], math.isfinite(found["loss"])) == (None, True)
-    assert (found["gradient"], found["last_gradient"]) == ("embed.weight", "blocks.1.norm2.weight")
+    assert (found["gradient"], found["last_gradient"]) == (
+        "embed_tokens.weight",
+        "blocks.1.norm2.weight",
+    )
     told = str(end)
     assert "step 0: the gradient norm is nan; loss and outputs are finite" in told
     assert "the backward is not (layer 1)" in told
@@ -357,8 +360,8 @@ def test_a_gradient_that_stays_zero_is_told_with_its_parameter(monkeypatch):
     monkeypatch.setattr(guards, "EVERY", 2)
     trained, guard = limited("zero=3:stop")
     with torch.no_grad():
-        trained.model.blocks[1].mlp.down.weight.zero_()  # and what feeds it has no gradient
-    trained.model.blocks[1].mlp.down.weight.requires_grad_(False)
+        trained.model.blocks[1].mlp.down_proj.weight.zero_()  # and what feeds it has no gradient
+    trained.model.blocks[1].mlp.down_proj.weight.requires_grad_(False)
     end = stopped(trained, 9)
     assert (end.reason, end.step) == ("zero_gradient", 4)
     assert "the gradient of blocks.1.norm2.weight was exactly 0 in the last 3 looks" in str(end)

@@ -123,7 +123,7 @@ def test_95_percent_of_the_production_presets_peak_is_told_by_line(tmp_path, bac
     told = sum(row["mib"] for row in found["table"]) - sum(row["mib"] for row in found["missing"])
     assert told / found["peak_mib"] == pytest.approx(found["explained"])
     blocks = {row["module"] for row in found["table"] if row["category"] == "parameters"}
-    assert "blocks.*.mlp.down" in blocks
+    assert "blocks.*.mlp.down_proj" in blocks
 
 
 def test_a_snapshot_keeps_no_model_alive(tmp_path):

@@ -51,10 +51,15 @@ def names(order):
 def test_backward_goes_through_the_layers_from_the_last_and_from_outside_in():
     order, model = trained(steps=2)
     found = names(order)
-    assert found[:2] == ["head", "norm"] and found[-1] == "embed"
+    assert found[:2] == ["head", "norm"] and found[-1] == "embed_tokens"
     at = found.index
-    assert at("blocks.1") < at("blocks.1.mlp") < at("blocks.1.mlp.down") < at("blocks.1.mlp.gate")
-    assert at("blocks.1.mlp.down") < at("blocks.1.attention") < at("blocks.1.attention.q_proj")
+    assert (
+        at("blocks.1")
+        < at("blocks.1.mlp")
+        < at("blocks.1.mlp.down_proj")
+        < at("blocks.1.mlp.gate_proj")
+    )
+    assert at("blocks.1.mlp.down_proj") < at("blocks.1.attention") < at("blocks.1.attention.q_proj")
     assert at("blocks.1.attention.q_proj") < at("blocks.0") < at("blocks.0.attention.q_proj")
     called = {name for name, m in model.named_modules() if type(m) not in (nn.ModuleList,)}
     assert set(found) | {"blocks.0.attention.gate1"} <= called

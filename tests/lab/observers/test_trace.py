@@ -60,7 +60,7 @@ def test_the_phases_in_the_trace_sum_to_the_step_within_3_percent(ranges):
 
 def test_every_layer_and_projection_of_a_branch_has_a_range_in_the_forward(ranges):
     start, end = inside(ranges, "step 1", "forward")[0]
-    for name in ("blocks.0", "blocks.1.mlp", "blocks.1.attention.k_proj.cmp", "head"):
+    for name in ("blocks.0", "blocks.1.mlp", "blocks.1.attention.cmp.k_proj", "head"):
         ((a, b),) = inside(ranges, "step 1", name)
         assert start <= a <= b <= end
     (a, b), (c, d) = (inside(ranges, "step 1", f"blocks.0{n}")[0] for n in ("", ".attention"))

@@ -1,0 +1,253 @@
+"""NSA's decoder as a transformers base model: padding, packing, caches, hidden states."""
+
+import re
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import TransformersKwargs
+
+from nsa.hf.cache import GenerationCache
+from nsa.hf.columns import Columns, borders, check_mask, check_positions
+from nsa.hf.config import NSAConfig
+from nsa.model.config import ModelConfig
+from nsa.model.llama import Decoder, LanguageModel
+
+# transformers renamed it in the course of version 5.
+KEY = next(
+    x.name for x in fields(BaseModelOutputWithPast) if x.name in ("cache", "past_key_values")
+)
+# Arguments that transformers and tools around it pass to any model, and that change nothing here.
+IGNORED = {*TransformersKwargs.__optional_keys__, "cache_position", "logits_indices", "seq_idx"}
+IGNORED |= {"token_type_ids", "shift_labels", "tokenizer", "assistant_tokenizer", "streamer"}
+# Names of files written before the head stood beside the base model, and projections in branches.
+OLD_NAMES = {
+    r"^model\.head\.": "lm_head.",
+    r"^model\.embed\.": "model.embed_tokens.",
+    r"\.([kv]_proj)\.shared\.": r".\1.",
+    r"\.out_proj\.": ".o_proj.",
+}
+OLD_NAMES |= {rf"\.{x}_proj\.{b}\.": f".{b}.{x}_proj." for x in "kv" for b in ("cmp", "slc", "win")}
+OLD_NAMES |= {rf"\.mlp\.{name}\.": f".mlp.{name}_proj." for name in ("gate", "up", "down")}
+_HAS_NOT = {
+    "output_attentions": "there is no T x T matrix; nsa.lab.observers tells of selections",
+    "output_router_logits": "there are no experts",
+    "head_mask": "no head can be left out",
+}
+
+
+class NSAPreTrainedModel(PreTrainedModel):
+    """Weights, loading and switches that all NSA models of transformers have in common."""
+
+    config_class = NSAConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True  # NSA has its own attention; config.backend names its implementation
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> "NSAPreTrainedModel":
+        """As in transformers; files with the names of earlier versions are read too."""
+        options.setdefault("key_mapping", OLD_NAMES)
+        made = super().from_pretrained(*args, **options)
+        model = made[0] if isinstance(made, tuple) else made
+        model._weight_conversions = None  # it is saved with the names of today
+        return made
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Does nothing: a folder names the installed package, see `NSAConfig.save_pretrained`."""
+
+    @property
+    def decoder(self) -> "NSAModel":
+        """The base model."""
+        return getattr(self, self.base_model_prefix, self)
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draws weights that a checkpoint lacks as LanguageModel does; what was loaded stays."""
+        named = [] if self.decoder._drawn else self.named_parameters()
+        lacking = [(name, p) for name, p in named if not hasattr(p, "_is_hf_initialized")]
+        if lacking:
+            drawn = dict(LanguageModel(self.config.model_config()).named_parameters())
+            for name, parameter in lacking:
+                inside = re.sub("^lm_head", "head", name.removeprefix("model."))
+                if inside in drawn:
+                    parameter.copy_(drawn[inside])
+                else:  # the head of a classifier
+                    nn.init.normal_(parameter, std=0.02)
+        self.decoder._drawn = True
+
+    def gradient_checkpointing_enable(self, *options: Any, **more: Any) -> None:
+        """Recomputes every block in the backward, as `Decoder.recompute` does."""
+        self.decoder.recompute("all")
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.decoder.recompute("")
+
+    activation_checkpointing_enable = gradient_checkpointing_enable
+    activation_checkpointing_disable = gradient_checkpointing_disable
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return len(self.decoder.recomputed) > 0
+
+    is_activation_checkpointing = is_gradient_checkpointing
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.decoder.embed_tokens = value
+
+    def resize_token_embeddings(self, *sizes: Any, **options: Any) -> nn.Embedding:
+        """As in transformers; the decoder learns of its new vocabulary."""
+        made = super().resize_token_embeddings(*sizes, **options)
+        self.decoder._sizes = self.config.model_config()
+        return made
+
+
+class NSAModel(NSAPreTrainedModel, Decoder):
+    """Hidden states of an NSA decoder; `layers` are its blocks."""
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__(config)
+        self.build(config.model_config())
+        self._drawn = self.embed_tokens.weight.device.type != "meta"
+        self.post_init()
+
+    @property
+    def sizes(self) -> ModelConfig:
+        """The decoder's config; a smaller `config.num_hidden_layers` leaves the last blocks out,
+        as early exits of assisted decoding want."""
+        layers = self.config.layers
+        return self._sizes if layers == self._sizes.layers else self._sizes.with_(layers=layers)
+
+    @sizes.setter
+    def sizes(self, value: ModelConfig) -> None:
+        self._sizes = value
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks, by the name that tools for Llama look up."""
+        return self.blocks
+
+    def forward(
+        self,
+        input_ids: Int64[Tensor, "B T"] | None = None,
+        attention_mask: Int[Tensor, "B TOTAL"] | None = None,
+        position_ids: Int64[Tensor, "_ T"] | None = None,
+        cache: GenerationCache | None = None,
+        past_key_values: GenerationCache | None = None,
+        inputs_embeds: Float[Tensor, "B T E"] | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seq_lens_q: Int[Tensor, " N1"] | None = None,
+        **options: Any,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Hidden states [B, T, E] after the last norm, of ids or of embeddings.
+
+        Where `attention_mask` is 0 there is no token: a sequence is what is left, wherever the
+        padding stands, and positions count its tokens alone. What comes out there means nothing.
+        With a cache the mask is of all its columns and the new ones, or of the new ones alone.
+
+        Packed sequences do not see each other: `position_ids` that begin again at 0 within a row,
+        as DataCollatorWithFlattening gives them, or `cu_seq_lens_q` [N + 1] (B = 1), which the host
+        need not read and torch.compile can trace.
+
+        A cache is made and returned if `use_cache` says so, by default the config's word for it
+        where no gradient is recorded. What goes through a cache has no gradient. `hidden_states`
+        are the embeddings and every block's output, the last one after the norm.
+
+        Raises:
+            TypeError: an argument that neither this model nor transformers knows.
+            ValueError: what does not fit, and what NSA has not: attention matrices, masks of other
+                shapes, positions that do not count up, attention that is not causal.
+        """
+        cache = past_key_values if cache is None else cache
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("one of input_ids and inputs_embeds is needed, and not both")
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        self._check(given, cache, cu_seq_lens_q, options)
+        mask = check_mask(given, attention_mask, cache)
+        if position_ids is not None and cu_seq_lens_q is None:
+            position_ids = position_ids.expand(len(given), -1)
+            if cache is None:
+                cu_seq_lens_q = borders(position_ids, mask)
+            if cu_seq_lens_q is None:
+                check_positions(position_ids, attention_mask, cache)
+            elif len(given) > 1 or mask is not None:
+                given, mask = given.flatten(0, 1)[None], None
+        if cache is None:
+            wanted = self.config.use_cache and not torch.is_grad_enabled()
+            if (wanted if use_cache is None else use_cache) and cu_seq_lens_q is None:
+                cache = GenerationCache(self.config)
+        seen = [] if output_hidden_states or (
+            output_hidden_states is None and self.config.output_hidden_states
+        ) else None  # fmt: skip
+        columns = Columns.of(given, mask)
+        if cache is None:
+            x = self.hidden(columns.tokens, cu_seq_lens_q, seen)
+        else:
+            weight = self.embed_tokens.weight
+            dtype, kind = weight.dtype, weight.device.type
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
+            inside = cache.room(*columns.tokens.shape[:2], dtype, columns.tokens.device)
+            x = self.read(columns.tokens, inside, columns.counts, seen)
+            cache.saw(columns.tokens.shape[1], mask)
+        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+        x = columns.back(self.norm(x)).reshape(*shape, -1)
+        if seen is not None:
+            seen = (*(columns.back(each).reshape(*shape, -1) for each in seen), x)
+        output = BaseModelOutputWithPast(last_hidden_state=x, hidden_states=seen, **{KEY: cache})
+        plain = self.config.return_dict if return_dict is None else return_dict
+        return output if plain else output.to_tuple()
+
+    def _check(
+        self, given: Tensor, cache: Any, cu_seqlens: Tensor | None, options: dict[str, Any]
+    ) -> None:
+        name = type(self).__name__
+        for key, value in options.items():
+            if key in _HAS_NOT and value is not None and value is not False:
+                raise ValueError(f"{name} takes no {key}: {_HAS_NOT[key]}")
+            if key not in IGNORED and key not in _HAS_NOT:
+                raise TypeError(f"{name} takes no {key}")
+        if options.get("is_causal") is False:
+            raise ValueError("is_causal=False: NSA is causal in each of its branches")
+        where = self.embed_tokens.weight.device
+        if where != given.device and where.type != "meta" and not hasattr(self, "_hf_hook"):
+            raise ValueError(f"the model is on {where} and its input on {given.device}")
+        if cache is None:
+            return
+        if not isinstance(cache, GenerationCache):
+            raise ValueError(
+                f"a {type(cache).__name__} cannot hold what NSA keeps; "
+                "nsa.hf.GenerationCache(model.config) can"
+            )
+        if cu_seqlens is not None:
+            raise ValueError("with a cache there are no cu_seq_lens_q")
+        if cache.nsa is not None and cache.batch_size != len(given):
+            raise ValueError(
+                f"input_ids are of {len(given)} sequences, the cache of {cache.batch_size}; "
+                "cache.batch_select_indices(rows) has others"
+            )
+
+
+def kept(x: Float[Tensor, "B T F"], keep: int | Tensor) -> Float[Tensor, "B K F"]:
+    """The last `keep` columns, all for 0, or those whose indices `keep` holds."""
+    return x[:, keep] if isinstance(keep, Tensor) else x[:, -keep:] if keep else x
+
+
+def scored(labels: Int64[Tensor, "B T"], real: Bool[Tensor, "B T"] | None) -> Tensor:
+    """Labels with -100 for padding and for the token just behind it."""
+    if real is None:
+        return labels
+    known = real & torch.cat([real[:, :1], real[:, :-1]], dim=1)
+    return labels.masked_fill(~known, -100)
