@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOME = {
     "NSAConfig": "nsa.config",
     "nsa_attention": "nsa.attention.api",
+    "nsa_varlen_func": "nsa.attention.varlen",
     "nsa_decode": "nsa.attention.decode",
     "ModelConfig": "nsa.model.config",
     "LanguageModel": "nsa.model.llama",

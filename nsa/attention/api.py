@@ -7,10 +7,11 @@ from torch import Tensor
 
 from nsa.attention import registry, witness
 from nsa.attention.inputs import Inputs, check_blocks, checked
+from nsa.attention.span import wide
 from nsa.attention.transforms import VMAP, active, without_autocast
 from nsa.config import NSAConfig
 from nsa.reference.compress import Phi
-from nsa.reference.nsa import BRANCHES, combine
+from nsa.reference.nsa import BRANCHES, combine, sunk
 
 registry.backends()  # loaded now, because torch.compile cannot trace an import
 
@@ -28,8 +29,10 @@ def nsa_attention(
     blocks: Tensor | None = None,
     branches: Sequence[str] = BRANCHES,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
     strict: bool = False,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Native Sparse Attention (arXiv 2502.11089, Eq. 5): o [B, T, HQ, DV] in the dtype of q.
 
     Args:
@@ -43,6 +46,14 @@ def nsa_attention(
         blocks: [B, T, HKV, N], ascending, -1 last: a selection to use instead of scoring one.
         branches: those that are computed; no work is done for the others, and they count as 0.
         scale: of the scores; D ** -0.5 by default.
+        sinks: [HQ], or [HQ, 3] for the branches in that order: one more logit a softmax, without a
+            key or a value, fixed or learned. Each denominator has e^sink as well, so that a head
+            may attend to nothing; -inf is none. Not scaled, and blocks are selected without it.
+        return_lse: (o, lse, combined) instead of o. lse [B, T, HQ, 3] has the natural log of each
+            branch's sum of e^score over the keys that a query sees, as flash-attn's softmax_lse:
+            -inf where it sees none or the branch is not computed. combined [B, T, HQ] is the log
+            of the sum over the branches, where a key counts in each branch that sees it. fp32 (fp64
+            of fp64), of keys alone whatever the sinks, and without gradient.
         strict: raise at the first non-finite branch output, gate or sum, and check `blocks`. Costs
             a device sync for each, and once on a new model of GPU a comparison of kernels that were
             never run there with others. Otherwise such outputs are counted by the witness and
@@ -55,6 +66,7 @@ def nsa_attention(
         RuntimeError: in strict mode, of a kernel that is wrong on this model of GPU.
     """
     options = {"phi": phi, "cu_seqlens": cu_seqlens, "blocks": blocks}
+    options |= {"sinks": sinks, "return_lse": return_lse}
     inputs = checked(q, k, v, gates, config, **options, branches=branches, scale=scale)
     if strict and VMAP in active():
         raise ValueError("vmap has no values for strict=True to look at; strict=False would do")
@@ -67,27 +79,28 @@ def nsa_attention(
     notes: list[tuple[str, str]] = []
     with without_autocast(q.device):
         if chosen.fused is None or strict:
-            outputs = _run(chosen, inputs, lambda *note: notes.append(note))
+            outputs, lse = branches_of(chosen, inputs, lambda *note: notes.append(note))
             if strict:
                 _check_finite({f"branch {b!r}": x for b, x in outputs.items()}, chosen.name)
             o = combine(gates, outputs).to(q.dtype)
         else:
-            o = chosen.fused(inputs, lambda *note: notes.append(note))
+            o, lse = chosen.fused(inputs, lambda *note: notes.append(note))
         # While torch.compile traces, nothing is computed yet; what it makes of a call is not seen.
         if not torch.compiler.is_compiling():
             witness.saw_call(chosen.name, notes, declined)
             witness.saw_output(o)
         if strict:
             _check_finite({"the gates": gates, "the gated sum": o}, chosen.name)
-    return o
+    return (o, *_lse_by_branch(inputs, lse)) if return_lse else o
 
 
 def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
     """What `auto` would take for a call of `nsa_attention`, and why those before it declined.
 
-    `options` are phi, cu_seqlens, blocks, branches and scale, as there. TypeError for others.
+    `options` are phi, cu_seqlens, blocks, branches, scale, sinks and return_lse, as there.
+    TypeError for others.
     """
-    known = ("phi", "cu_seqlens", "blocks", "branches", "scale")
+    known = ("phi", "cu_seqlens", "blocks", "branches", "scale", "sinks", "return_lse")
     for name in options:
         if name not in known:
             raise TypeError(
@@ -108,11 +121,33 @@ def _backend(name: str, inputs: Inputs) -> tuple[registry.Backend, dict[str, lis
     return backend, {}
 
 
-def _run(backend: registry.Backend, inputs: Inputs, note: registry.Note) -> dict[str, Tensor]:
-    if inputs.cu_seqlens is None:
-        return backend.run(inputs, note)
+def branches_of(
+    backend: registry.Backend, inputs: Inputs, note: registry.Note
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """(o [B, T, HQ, DV] of each branch before its gate, sinks and all; lse where it was made)."""
+    found = (
+        backend.run(inputs, note) if inputs.cu_seqlens is None else _packed(backend, inputs, note)
+    )
+    outputs = {b: o for b, (o, _) in found.items()}
+    lse = {b: x for b, (_, x) in found.items() if x is not None}
+    return outputs if backend.fused else sunk(outputs, lse, inputs.sinks), lse
+
+
+def _packed(backend: registry.Backend, inputs: Inputs, note: registry.Note) -> registry.Branches:
     parts = [backend.run(sequence, note) for sequence in inputs.sequences()]
-    return {b: torch.cat([part[b] for part in parts], dim=1) for b in inputs.branches}
+    together = {b: zip(*(part[b] for part in parts), strict=True) for b in inputs.branches}
+    return {
+        b: tuple(None if x[0] is None else torch.cat(x, dim=1) for x in pair)
+        for b, pair in together.items()
+    }
+
+
+def _lse_by_branch(inputs: Inputs, lse: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """([B, T, HQ, 3], [B, T, HQ]) of what each branch found."""
+    q = inputs.q
+    none = q.new_full(q.shape[:3], float("-inf"), dtype=wide(q.dtype))
+    by_branch = torch.stack([lse.get(b, none).detach() for b in BRANCHES], dim=-1)
+    return by_branch, by_branch.logsumexp(-1)
 
 
 def _check_finite(values: Mapping[str, Tensor], backend: str) -> None:

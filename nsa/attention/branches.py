@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from nsa.attention.inputs import Inputs
 from nsa.attention.operator import operator
-from nsa.attention.registry import Note
-from nsa.attention.span import probs_from, span_attention, span_chunks, span_scores
+from nsa.attention.registry import Branches, Note
+from nsa.attention.span import probs_from, span_attention, span_chunks, span_scores, wide
 from nsa.attention.transforms import active
 from nsa.blocks import Span, compressed_span, count_selectable, overlap_band, window_span
 from nsa.config import NSAConfig
@@ -107,22 +107,33 @@ def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
     return blocks[..., : count_selectable(inputs.q.shape[1], inputs.config)]
 
 
-def _in_chunks(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, str]:
-    return span_attention(inputs.q, k, v, span, inputs.scale), "span-chunks"
+def no_keys(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """(o, lse if needed) of a branch that has no key at all."""
+    q = inputs.q
+    o = q.new_zeros(*q.shape[:3], inputs.value_dim)
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide(q.dtype)) if inputs.needs_lse else None
+    return o, lse
+
+
+def _in_chunks(
+    inputs: Inputs, k: Tensor, v: Tensor, span: Span
+) -> tuple[tuple[Tensor, Tensor | None], str]:
+    return span_attention(inputs.q, k, v, span, inputs.scale, inputs.needs_lse), "span-chunks"
 
 
 def run_with_selected(
     inputs: Inputs,
     note: Note,
-    selected: Callable[[Inputs, Tensor, Note], Tensor],
-    spans: Callable[[Inputs, Tensor, Tensor, Span], tuple[Tensor, str]] = _in_chunks,
+    selected: Callable[[Inputs, Tensor, Note], tuple[Tensor, Tensor | None]],
+    spans: Callable[[Inputs, Tensor, Tensor, Span], tuple] = _in_chunks,
     compress: Callable = compressed,
     choose: Callable = chosen_blocks,
-) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch.
+) -> Branches:
+    """(o [B, T, HQ, DV], lse) of each branch.
 
     The selected one is `selected(inputs, blocks, note)`, the others `spans(inputs, k, v, span)`,
-    which names its implementation too; `compress` and `choose` stand for the two functions above.
+    which names its implementation too, ((o, lse), name); `compress` and `choose` stand for the two
+    functions above.
     """
     outputs, (k_cmp, v_cmp) = {}, compress(inputs)
     if "cmp" in inputs.branches:

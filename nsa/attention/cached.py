@@ -8,10 +8,11 @@ from torch import Tensor
 from nsa.attention.branches import empty_slots, pool
 from nsa.attention.cache import LayerCache
 from nsa.attention.registry import Note
-from nsa.attention.span import ELEMENTS, by_kv_head, by_query, chunks, dot, probs_from
+from nsa.attention.span import ELEMENTS, by_kv_head, by_query, chunks, dot, probs_from, wide
 from nsa.blocks import compressed_span, count_compressed, count_selectable
 from nsa.config import NSAConfig
 from nsa.reference.attend import attend, attention_probs
+from nsa.reference.nsa import sunk
 from nsa.reference.select import select, selected_tokens
 
 GATHERED = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of keys and values held at once
@@ -26,6 +27,7 @@ class Step:
     recent: tuple[Tensor, Tensor] | None  # k, v [B, w - 1 + N, HKV, *]: see LayerCache.recent
     scale: float
     counts: Tensor | None = None  # [B]: how many queries are real
+    sinks: Tensor | None = None  # [HQ, 3]
 
     @property
     def config(self) -> NSAConfig:
@@ -65,13 +67,13 @@ class Step:
 def masked(step: Step, note: Note) -> dict[str, Tensor]:
     """o [B, N, HQ, DV] of each branch; holds N x capacity scores a head."""
     cache, config, q, scale = step.cache, step.config, step.q, step.scale
-    branches, positions, outputs = cache.shape.branches, step.positions, {}
+    branches, positions, outputs, lse = cache.shape.branches, step.positions, {}, {}
     if "cmp" in branches or "slc" in branches:
         k_cmp, v_cmp = cache.compressed(count_compressed(step.bound, config), step.ends)
         ended = compressed_span(config).ended(positions)[:, None, :, None]
         visible = torch.arange(k_cmp.shape[1], device=q.device) < ended  # [B, 1, N, C]
     if "cmp" in branches:
-        outputs["cmp"], _ = attend(q, k_cmp, v_cmp, visible, scale)
+        outputs["cmp"], lse["cmp"] = attend(q, k_cmp, v_cmp, visible, scale)
     if "slc" in branches:
         p_cmp, _ = attention_probs(q, k_cmp, visible, scale)
         importance = pool(p_cmp.sum(2), count_selectable(step.bound, config), config)
@@ -79,14 +81,15 @@ def masked(step: Step, note: Note) -> dict[str, Tensor]:
         key = torch.arange(step.bound, device=q.device)
         inside = selected_tokens(blocks, step.bound, config)
         inside &= (key <= positions[..., None])[:, None]
-        outputs["slc"], _ = attend(q, *cache.tokens(step.bound, step.ends), inside, scale)
+        tokens = cache.tokens(step.bound, step.ends)
+        outputs["slc"], lse["slc"] = attend(q, *tokens, inside, scale)
     if "win" in branches:
         k_win, v_win = step.recent
         hidden = step.window_hidden(slice(0, q.shape[1]), slice(0, k_win.shape[1]))
-        outputs["win"], _ = attend(q, k_win, v_win, ~hidden[:, None], scale)
+        outputs["win"], lse["win"] = attend(q, k_win, v_win, ~hidden[:, None], scale)
     for branch in branches:
         note(branch, "cached-mask-matmul")
-    return outputs
+    return sunk(outputs, lse, step.sinks)
 
 
 def gather(step: Step, note: Note) -> dict[str, Tensor]:
@@ -97,16 +100,20 @@ def gather(step: Step, note: Note) -> dict[str, Tensor]:
     cache, q = step.cache, step.q
     branches, dim = cache.shape.branches, cache.shape.value_dim
     outputs = {b: q.new_empty(*q.shape[:3], dim) for b in branches}
+    kept = () if step.sinks is None else branches
+    lse = {b: q.new_empty(*q.shape[:3], 1, dtype=wide(q.dtype)) for b in kept}
     if "cmp" in branches or "slc" in branches:
-        _compressed_and_selected(step, outputs)
+        _compressed_and_selected(step, outputs, lse)
     if "win" in branches:
-        _window(step, outputs["win"])
+        _window(step, outputs["win"], lse.get("win"))
     for branch in branches:
         note(branch, "cached-gather")
-    return outputs
+    return sunk(outputs, {b: x.squeeze(-1) for b, x in lse.items()}, step.sinks)
 
 
-def _compressed_and_selected(step: Step, outputs: dict[str, Tensor]) -> None:
+def _compressed_and_selected(
+    step: Step, outputs: dict[str, Tensor], lse: dict[str, Tensor]
+) -> None:
     """One pass over compressed keys for both branches, then the selected tokens."""
     config, q, heads = step.config, step.q, step.kv_heads
     k_cmp, v_cmp = step.cache.compressed(count_compressed(step.bound, config), step.ends)
@@ -117,20 +124,27 @@ def _compressed_and_selected(step: Step, outputs: dict[str, Tensor]) -> None:
     per_row = q.shape[0] * q.shape[2] * max(1, k_cmp.shape[1])
     for rows in chunks(q.shape[1], per_row, ELEMENTS):
         hidden = key >= ended[:, rows, None]  # [B, M, C]
-        probs = _probs(q[:, rows], k_cmp, hidden, heads, step.scale)  # [B*HKV, G*M, C]
+        probs, sums = _probs(q[:, rows], k_cmp, hidden, heads, step.scale)  # [B*HKV, G*M, C]
         if "cmp" in outputs:
             o = dot(probs.to(v_cmp.dtype), v_cmp)
-            outputs["cmp"][:, rows] = by_query(o, q.shape[0], heads, rows.stop - rows.start)
+            _put(o, outputs["cmp"], rows, heads)
+            _put(sums, lse.get("cmp"), rows, heads)
         if "slc" in outputs:
             shape = q.shape[0], heads, q.shape[2] // heads, *hidden.shape[1:]
             importance = pool(probs.view(shape).sum(2), selectable, config)
             blocks = select(importance.transpose(1, 2), config, positions[:, rows][:, :1])
             blocks = blocks[..., :selectable]
-            _selected(step, rows, blocks, outputs["slc"])
+            _selected(step, rows, blocks, outputs["slc"], lse.get("slc"))
 
 
-def _selected(step: Step, rows: slice, blocks: Tensor, o: Tensor) -> None:
-    """Writes o at these rows, whose blocks [B, M, HKV, n] are ascending, -1 last."""
+def _put(x: Tensor, to: Tensor | None, rows: slice, heads: int) -> None:
+    """Writes x, as `by_kv_head` has it, to these rows of `to`, if that is wanted."""
+    if to is not None:
+        to[:, rows] = by_query(x, to.shape[0], heads, rows.stop - rows.start)
+
+
+def _selected(step: Step, rows: slice, blocks: Tensor, o: Tensor, lse: Tensor | None) -> None:
+    """Writes o and lse at these rows, whose blocks [B, M, HKV, n] are ascending, -1 last."""
     cache, size, shape = step.cache, step.config.select_block, step.cache.shape
     heads, device = shape.kv_heads, step.q.device
     inside = torch.arange(size, device=device)
@@ -149,31 +163,38 @@ def _selected(step: Step, rows: slice, blocks: Tensor, o: Tensor) -> None:
         index = index.flatten(3).flatten(0, 2)  # [B*M*HKV, S]
         queries = step.q[:, at].unflatten(2, (heads, -1)).flatten(0, 2)  # [B*M*HKV, G, D]
         scores = dot(queries, k[index].transpose(1, 2)) * step.scale
-        probs = _softmax(scores, hidden.flatten(3).flatten(0, 2)[:, None])
+        probs, sums = _softmax(scores, hidden.flatten(3).flatten(0, 2)[:, None])
         o[:, at] = dot(probs.to(v.dtype), v[index]).view_as(o[:, at]).to(o.dtype)
+        if lse is not None:
+            lse[:, at] = sums.view_as(lse[:, at])
 
 
-def _window(step: Step, o: Tensor) -> None:
-    """Writes o; each row sees the `window` columns of `recent` that end at its own."""
+def _window(step: Step, o: Tensor, lse: Tensor | None) -> None:
+    """Writes o and lse; each row sees the `window` columns of `recent` that end at its own."""
     (k, v), q, heads, window = step.recent, step.q, step.kv_heads, step.config.window
     per_row = q.shape[0] * q.shape[2] * (2 * window)
     most = min(q.shape[1], max(window, 128))
     for rows in chunks(q.shape[1], per_row, min(ELEMENTS, per_row * most)):
         columns = slice(rows.start, rows.stop + window - 1)
         hidden = step.window_hidden(rows, columns)
-        probs = _probs(q[:, rows], by_kv_head(k[:, columns], heads), hidden, heads, step.scale)
+        keys = by_kv_head(k[:, columns], heads)
+        probs, sums = _probs(q[:, rows], keys, hidden, heads, step.scale)
         values = dot(probs.to(v.dtype), by_kv_head(v[:, columns], heads))
-        o[:, rows] = by_query(values, q.shape[0], heads, rows.stop - rows.start)
+        _put(values, o, rows, heads)
+        _put(sums, lse, rows, heads)
 
 
-def _probs(q: Tensor, k: Tensor, hidden: Tensor, heads: int, scale: float) -> Tensor:
-    """[B*HKV, G*M, S] for q [B, M, HQ, D], k [B*HKV, S, D] and hidden [B, M, S]."""
+def _probs(q: Tensor, k: Tensor, hidden: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor]:
+    """([B*HKV, G*M, S], lse [B*HKV, G*M, 1]) of q [B, M, HQ, D], k [B*HKV, S, D] and hidden
+    [B, M, S]."""
     scores = dot(by_kv_head(q, heads), k.transpose(1, 2)) * scale
     shape = q.shape[0], heads, q.shape[2] // heads, *hidden.shape[1:]
-    return _softmax(scores.view(shape), hidden[:, None, None]).view_as(scores)
+    probs, lse = _softmax(scores.view(shape), hidden[:, None, None])
+    return probs.view_as(scores), lse.view(*scores.shape[:2], 1)
 
 
-def _softmax(scores: Tensor, hidden: Tensor) -> Tensor:
-    """Softmax over the last dimension of what is not hidden; 0 where all is."""
+def _softmax(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """(softmax over the last dimension of what is not hidden, 0 where all is; its lse)."""
     scores = scores.masked_fill(hidden, float("-inf"))
-    return probs_from(scores, torch.logsumexp(scores, dim=-1))
+    lse = torch.logsumexp(scores, dim=-1)
+    return probs_from(scores, lse), lse

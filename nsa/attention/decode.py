@@ -11,7 +11,7 @@ from nsa.attention import cached, witness
 from nsa.attention.api import nsa_attention
 from nsa.attention.backends import triton
 from nsa.attention.cache import NAMES, LayerCache
-from nsa.attention.inputs import check_device, check_phi, check_tensor
+from nsa.attention.inputs import check_device, check_phi, check_tensor, checked_sinks
 from nsa.attention.registry import Declined, Note
 from nsa.config import NSAConfig
 from nsa.reference import decode as reference
@@ -32,6 +32,7 @@ class Call:
     phi: Phi
     counts: Tensor | None
     scale: float
+    sinks: Tensor | None  # [HQ, 3]
 
     @property
     def new(self) -> int:
@@ -73,6 +74,7 @@ def nsa_decode(
     counts: Tensor | None = None,
     backend: str = "auto",
     scale: float | None = None,
+    sinks: Tensor | None = None,
     strict: bool = False,
     advance: bool = True,
 ) -> Tensor:
@@ -94,6 +96,7 @@ def nsa_decode(
         counts: [B] int32: how many of the N rows are real. Others are not stored and their o is 0.
         backend: a name out of `names()`, which runs or raises, or "auto".
         scale: of the scores; D ** -0.5 by default.
+        sinks: [HQ] or [HQ, 3], as in `nsa_attention`.
         strict: check lengths, counts and page table first, and o afterwards; waits for the GPU.
         advance: False leaves the lengths to `cache.advance(N, counts)`: layers share them.
 
@@ -102,7 +105,7 @@ def nsa_decode(
             as Declined, that the backend does not take it.
         FloatingPointError: in strict mode, of an output that is not finite.
     """
-    call = _checked(q, k, v, gates, cache, config, phi, counts, scale)
+    call = _checked(q, k, v, gates, cache, config, phi, counts, scale, sinks)
     cache.places.room(call.new, counts)
     if strict:
         cache.places.check(call.new, counts)
@@ -139,7 +142,7 @@ def _reference(call: Call, note: Note) -> Tensor:
     if recent is not None:
         k["win"], v["win"] = recent
     v = {branch: x for branch, x in v.items() if x is not None}
-    sizes = {"branches": shape.branches, "scale": call.scale}
+    sizes = {"branches": shape.branches, "scale": call.scale, "sinks": call.sinks}
     note("all", "reference")
     given = call.q, k, v, call.gates, shape.config, lengths, counts
     return reference.decode(*given, **sizes)
@@ -149,7 +152,7 @@ def _on_torch(attend: Callable[[cached.Step, Note], dict[str, Tensor]]):
     def run(call: Call, note: Note) -> Tensor:
         recent = call.recent()
         call.append()
-        step = cached.Step(call.q, call.cache, recent, call.scale, call.counts)
+        step = cached.Step(call.q, call.cache, recent, call.scale, call.counts, call.sinks)
         o = combine(call.gates, attend(step, note)).to(call.q.dtype)
         return call.without_rows_behind(o)
 
@@ -159,7 +162,7 @@ def _on_torch(attend: Callable[[cached.Step, Note], dict[str, Tensor]]):
 def _forward(call: Call, note: Note) -> Tensor:
     k, v = (_without_rows_behind(call, x) for _, x in call.sides())
     config, branches = call.cache.config, call.cache.shape.branches
-    options = {"phi": call.phi, "branches": branches, "scale": call.scale}
+    options = {"phi": call.phi, "branches": branches, "scale": call.scale, "sinks": call.sinks}
     q, gates = call.without_rows_behind(call.q), call.without_rows_behind(call.gates)
     o = nsa_attention(q, k, v, gates, config, **options)
     call.append()
@@ -190,7 +193,7 @@ def _triton(call: Call, note: Note) -> Tensor:
         q, call.k, call.v, call.gates, **{name: getattr(cache, name) for name in NAMES},
         table=cache.table, lengths=cache.lengths, counts=call.counts, config=shape.config,
         phi=phi.kind, phi_key=phi.key, phi_value=phi.value, rotary=phi.rotary,
-        branches=shape.branches, scale=scale,
+        branches=shape.branches, scale=scale, sinks=call.sinks,
     )  # fmt: skip
 
 
@@ -243,7 +246,7 @@ def _choose(name: str, call: Call) -> tuple[str, dict[str, list[str]]]:
     return name, {one: declined[one] for one in before}
 
 
-def _checked(q, k, v, gates, cache, config, phi, counts, scale) -> Call:
+def _checked(q, k, v, gates, cache, config, phi, counts, scale, sinks) -> Call:
     if not isinstance(cache, LayerCache):
         raise ValueError(f"cache must be a LayerCache, got a {type(cache).__name__}")
     shape = cache.shape
@@ -287,4 +290,4 @@ def _checked(q, k, v, gates, cache, config, phi, counts, scale) -> Call:
     scale = shape.dim**-0.5 if scale is None else float(scale)
     if not isfinite(scale):
         raise ValueError(f"scale={scale} must be finite; None stands for D ** -0.5")
-    return Call(q, k, v, gates, cache, phi, counts, scale)
+    return Call(q, k, v, gates, cache, phi, counts, scale, checked_sinks(sinks, q))

@@ -31,6 +31,8 @@ class Inputs:
     scale: float
     blocks: Tensor | None = None  # [B, T, HKV, N] int32 or int64: a selection made by the caller
     cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64, B = 1
+    sinks: Tensor | None = None  # [HQ, 3] in fp32, or fp64 for fp64 inputs
+    return_lse: bool = False
     bounds: tuple[int, ...] = ()  # cu_seqlens as the host knows it; empty where it could not look
 
     @property
@@ -45,6 +47,11 @@ class Inputs:
     @property
     def value_dim(self) -> int:
         return next(iter(self.v.values())).shape[3]
+
+    @property
+    def needs_lse(self) -> bool:
+        """Whether the branches' log-sum-exps are returned, or turn their outputs into sunk ones."""
+        return self.return_lse or self.sinks is not None
 
     def sequences(self) -> Iterator["Inputs"]:
         """Each packed sequence as inputs of its own, not packed; empty ones are left out."""
@@ -74,6 +81,8 @@ def checked(
     blocks: Tensor | None = None,
     branches: Sequence[str] = BRANCHES,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
 ) -> Inputs:
     """The inputs of a call, or a ValueError that says what it got and what would do."""
     given = (branches,) if isinstance(branches, str) else tuple(branches)
@@ -130,7 +139,24 @@ def checked(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale} must be finite; None stands for D ** -0.5")
-    return Inputs(q, k, v, gates, config, phi, branches, scale, blocks, cu_seqlens, bounds)
+    given = q, k, v, gates, config, phi, branches, scale, blocks, cu_seqlens
+    return Inputs(*given, checked_sinks(sinks, q), return_lse, bounds)
+
+
+def checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """sinks [HQ] or [HQ, 3] as [HQ, 3] in the dtype of scores, or a ValueError; None stays None."""
+    if sinks is None:
+        return None
+    heads = q.shape[2]
+    check_tensor("sinks", sinks, f"[HQ] = ({heads},) or [HQ, 3]")
+    if sinks.shape not in ((heads,), (heads, 3)) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks must be [HQ] = ({heads},) or [HQ, 3] = ({heads}, 3) in floating point, got "
+            f"{tuple(sinks.shape)} of {sinks.dtype}"
+        )
+    check_device("sinks", sinks, q)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return (sinks if sinks.ndim == 2 else sinks[:, None].expand(heads, 3)).to(wide)
 
 
 def check_blocks(inputs: Inputs) -> None:

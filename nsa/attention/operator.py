@@ -19,10 +19,11 @@ from nsa.attention.transforms import without_autocast
 class Operator:
     """nsa::NAME and nsa::NAME_backward, of a class of three static functions.
 
-    forward(*tensors, *numbers) returns (o, *kept), all of them new and each led by the batch; one
-    that is kept and has no elements stands for o. backward(do, *tensors, *kept, *numbers) returns
-    the gradients of the first tensors, contiguous, and shapes(*tensors, *numbers) what forward
-    does, not filled. Without a backward forward returns o alone, and there is no gradient.
+    forward(*tensors, *numbers) returns (o, *kept, lse), all of them new and each led by the batch;
+    one that is kept and has no elements stands for o. backward(do, dlse or None, *tensors, *kept,
+    lse, *numbers) returns the gradients of the first tensors, contiguous, and shapes(*tensors,
+    *numbers) what forward does, not filled. Without a backward forward returns o alone, and there
+    is no gradient.
     """
 
     def __init__(self, name: str, parts: type) -> None:
@@ -41,39 +42,50 @@ class Operator:
         once = {"forward": parts.backward, "setup_context": _nothing}
         once = _function(f"{name}_backward", once | {"backward": _refuse})
         self._transformed = _function(name, functions | {"backward": partial(self._back, once)})
-        backward = plain_backward(partial(self._back, parts.backward))
-        self._plain = _function(parts.__name__, {"forward": self._forward, "backward": backward})
+        plain = {"backward": plain_backward(partial(self._back, parts.backward))}
+        self._plain, self._plain_with_lse = (
+            _function(parts.__name__, plain | {"forward": partial(self._forward, lse)})
+            for lse in (False, True)
+        )
 
     def __call__(self, *args: Any) -> Tensor:
         """o, of the arguments of `forward`."""
-        if torch._C._are_functorch_transforms_active():
-            output = self._transformed(*args)
-        elif torch.compiler.is_compiling():
-            output = self.overload(*args)
-        else:
-            return self._plain(*args)
+        output = self._taken(self._plain)(*args)
         return output[0] if isinstance(output, tuple) else output
+
+    def with_lse(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """(o, lse), of the arguments of `forward`; the loss may take both."""
+        output = self._taken(self._plain_with_lse)(*args)
+        return output[0], output[-1]
+
+    def _taken(self, plain: Callable) -> Callable:
+        if torch._C._are_functorch_transforms_active():
+            return self._transformed
+        return self.overload if torch.compiler.is_compiling() else plain
 
     def _save(self, ctx: Any, inputs: Sequence, output: Sequence[Tensor]) -> None:
         o, *kept = output
         kept = [x if x.numel() else o for x in kept]
         ctx.save_for_backward(*inputs[: self._tensors], *kept)
-        ctx.numbers = inputs[self._tensors :]
+        ctx.numbers, ctx.shape = inputs[self._tensors :], o.shape
 
     def _save_all(self, ctx: Any, inputs: Sequence, output: Sequence[Tensor]) -> None:
         self._save(ctx, inputs, output)
         ctx.set_materialize_grads(False)  # what is kept has none
 
-    def _forward(self, ctx: Any, *args: Any) -> Tensor:
+    def _forward(self, with_lse: bool, ctx: Any, *args: Any) -> Tensor | tuple[Tensor, Tensor]:
         output = self.parts.forward(*args)
         self._save(ctx, args, output)
-        return output[0]
+        return (output[0], output[-1]) if with_lse else output[0]
 
-    def _back(self, function: Callable, ctx: Any, do: Tensor, *kept: None) -> tuple:
+    def _back(self, function: Callable, ctx: Any, do: Tensor | None, *others: Any) -> tuple:
         nones = (None,) * (self._tensors + len(ctx.numbers))
+        dlse = others[-1] if others else None
         if do is None:
-            return nones
-        grads = function(do, *ctx.saved_tensors, *ctx.numbers)
+            if dlse is None:
+                return nones
+            do = ctx.saved_tensors[0].new_zeros(ctx.shape)
+        grads = function(do, dlse, *ctx.saved_tensors, *ctx.numbers)
         return *grads, *nones[self._trained :]
 
 
@@ -100,11 +112,11 @@ def plain_backward(backward: Callable) -> Callable:
     What it saved beside its inputs has no graph: a second derivative would be wrong in silence.
     """
 
-    def run(ctx, do):
+    def run(ctx, do, *others):
         if torch.is_grad_enabled():
             _refuse()
         with without_autocast(do.device):
-            return backward(ctx, do)
+            return backward(ctx, do, *others)
 
     return run
 
@@ -142,5 +154,5 @@ def _registered(name: str, function: Callable, shapes: Callable) -> Any:
     return op
 
 
-def _like(trained: int, do: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+def _like(trained: int, do: Tensor, dlse: Tensor | None, *tensors: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in tensors[:trained])

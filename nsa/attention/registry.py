@@ -11,6 +11,8 @@ from nsa.attention.inputs import Inputs
 from nsa.spelling import nearest
 
 Note = Callable[[str, str], None]  # (branch, implementation): what served it
+# By branch: o [B, T, HQ, DV] and its lse [B, T, HQ], natural log, if `Inputs.needs_lse`, else None.
+Branches = dict[str, tuple[Tensor, Tensor | None]]
 
 
 class Declined(ValueError):
@@ -21,19 +23,20 @@ class Declined(ValueError):
 class Backend:
     """One implementation of the three branches.
 
-    `run(inputs, note)` returns {branch: o [B, T, HQ, DV]} for the branches asked for, never packed;
+    `run(inputs, note)` returns the branches asked for, never packed, and lse is of keys alone;
     `why_not(inputs)` lists the reasons it can't take them, empty when it can. `fused(inputs, note)`
-    returns their gated sum, packed or not, for a backend that can do without the branches' outputs.
+    returns (their gated sum, {branch: lse} if `return_lse`), packed or not, for a backend that can
+    do without the branches' outputs; such a one puts sinks into all that it returns itself.
     """
 
     name: str
-    run: Callable[[Inputs, Note], dict[str, Tensor]]
+    run: Callable[[Inputs, Note], Branches]
     summary: str
     quadratic: bool  # holds a T x T tensor per head
     why_not: Callable[[Inputs], list[str]] = lambda inputs: []
     # Reasons for which `auto` passes over it although it would run.
     not_for_auto: Callable[[Inputs], list[str]] = lambda inputs: []
-    fused: Callable[[Inputs, Note], Tensor] | None = None
+    fused: Callable[[Inputs, Note], tuple[Tensor, dict[str, Tensor]]] | None = None
     # What strict mode asks before it computes: raises where this device computes something else.
     first_use: Callable[[Inputs], None] = lambda inputs: None
     transforms: frozenset[str] = frozenset()  # those of torch.func that it has

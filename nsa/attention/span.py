@@ -48,9 +48,14 @@ def probs_from(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - shift[..., None])
 
 
-def span_attention(q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float) -> Tensor:
-    """o [B, T, HQ, DV] for q [B, T, HQ, D], k [B, S, HKV, D], v [B, S, HKV, DV]."""
-    return _SpanAttention(q, k, v, *span, scale)
+def span_attention(
+    q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float, needs_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(o [B, T, HQ, DV], lse [B, T, HQ] if needed) for q [B, T, HQ, D], k and v [B, S, HKV, *]."""
+    if not needs_lse:
+        return _SpanAttention(q, k, v, *span, scale), None
+    o, lse = _SpanAttention.with_lse(q, k, v, *span, scale)  # lse [B*HKV, G, T]
+    return o, lse.unflatten(0, (q.shape[0], -1)).flatten(1, 2).transpose(1, 2)
 
 
 def span_scores(q: Tensor, k: Tensor, span: Span, scale: float, first: int) -> Tensor:
@@ -107,6 +112,7 @@ class _SpanAttention:
     @staticmethod
     def backward(
         do: Tensor,
+        dlse: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -128,6 +134,8 @@ class _SpanAttention:
             dprobs = dot(do_rows, by_kv_head(v[:, keys], kv_heads).transpose(1, 2))
             # Equal to sum(do * o), but nothing of o was rounded, and o need not be kept.
             delta = (probs * dprobs).sum(-1, keepdim=True)
+            if dlse is not None:
+                delta -= dlse[..., rows].flatten(1)[..., None]
             dscores = (probs * (dprobs - delta) * scale).to(q.dtype)
             dq_rows = dot(dscores, by_kv_head(k[:, keys], kv_heads))
             dq[:, rows] = by_query(dq_rows, batch, kv_heads, count)

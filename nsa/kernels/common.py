@@ -177,6 +177,15 @@ def _bits(x):
     return bits
 
 
+@triton.jit
+def sunk(divisor, lse2, sink2):
+    """The divisor of a softmax that has one more logit, sink2, beside keys that lse2 is of.
+
+    Both may be -inf; of no keys it is any number but 0, for the sum that it divides is 0.
+    """
+    return divisor * (1.0 + tl.exp2(sink2 - tl.where(lse2 > float("-inf"), lse2, 0.0)))
+
+
 def contiguous_like(x: Tensor) -> Tensor:
     """Room for a gradient of x: its shape and dtype, contiguous whatever x is."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

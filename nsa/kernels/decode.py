@@ -171,6 +171,7 @@ def decode(
     rotary: tuple[Tensor, Tensor] | None = None,
     branches=("cmp", "slc", "win"),
     scale: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     tuned: Tuning | None = None,
 ) -> Tensor:
@@ -190,6 +191,7 @@ def decode(
         phi, phi_key, phi_value: "mean", "linear" or "mlp", with the weights' tensors as attributes
             (`nsa.reference.compress.PhiWeights`). rotary: (cos, sin) tables [positions, D / 2].
         branches: those that are computed; a cache need not have the tensors of others.
+        sinks: [HQ, 3] fp32, a logit without a value of each softmax.
         out: receives o; contiguous. tuned: `tuning` of the call by default.
 
     Nothing is checked that is on the GPU. A key past the capacity is not kept.
@@ -263,7 +265,8 @@ def decode(
         (batch, new, kv_heads, dim, value_dim), options,
     )  # fmt: skip
 
-    o_cmp = blocks = None
+    o_cmp = blocks = found = None
+    splits = 0
     cmp_page = None if per_page is None else page // stride
     if scored or chosen:
         per_block = config.select_block // stride
@@ -279,6 +282,7 @@ def decode(
             o_cmp = floats(rows, value_dim)
             if splits > 1:
                 parts = *parts[:2], floats(rows, splits, value_dim)
+        found = parts[:2]
         row_tiles = ceil_div(new * group, tuned.score_rows)
         launch(
             score, (batch * kv_heads * row_tiles, splits),
@@ -315,14 +319,17 @@ def decode(
         count = selected + window
         parts = floats(rows, count), floats(rows, count), floats(rows, count, value_dim)
     ringed = k_win is not None
+    sink2 = None if sinks is None else (sinks * LOG2E).t().contiguous()
+    if sinks is None:
+        found, splits = None, 0
     launch(
         attend, (units, 1 if whole else selected + window),
         q, q.stride()[:3], gates, gates.stride(), (k_slc, v_slc) if selected else None,
         (k_win if ringed else k_slc, v_win if ringed else v_slc) if window else None,
-        *pages, page, k_win.shape[1] if ringed else 0, blocks, o_cmp, parts,
-        arrived, o, lengths, counts, new, capacity, scale2,
+        *pages, page, k_win.shape[1] if ringed else 0, blocks, o_cmp,
+        found, sink2, parts, arrived, o, lengths, counts, new, capacity, scale2,
         SIZES=sizes, CONFIG=config, PER_PAGE=per_page, RING=ringed, GROUP=power_of_two(group),
-        KEYS=tuned.attend_keys, SELECTED=selected, WINDOW=window, WHOLE=whole,
+        KEYS=tuned.attend_keys, SELECTED=selected, WINDOW=window, SCORED=splits, WHOLE=whole,
         PRECISION=precision(q), num_warps=tuned.attend_warps, num_stages=tuned.attend_stages,
         **options,
     )  # fmt: skip

@@ -168,8 +168,17 @@ def _with_compressed(o, o_cmp, row, gate, real, DV: tl.constexpr):
 
 
 @triton.jit
+def _with_sink(total, top, sink2, heads, real, BRANCH: tl.constexpr, HQ: tl.constexpr):
+    """Sums [G] of 2^(score - top), and that of the branch's sink, where sink2 [3, HQ] has one."""
+    if sink2 is not None:
+        sink = tl.load(sink2 + BRANCH * HQ + heads, mask=real, other=float("-inf"))
+        total += tl.exp2(sink - tl.where(top > float("-inf"), top, 0.0))
+    return total
+
+
+@triton.jit
 def _share(parts, at, real, split, BEGIN: tl.constexpr, END: tl.constexpr, COUNT: tl.constexpr):
-    """(maximum, 1 / sum) [G] over a branch's parts BEGIN .. END - 1 of COUNT."""
+    """(maximum, sum) [G] over a branch's parts BEGIN .. END - 1 of COUNT; 0 and 1 of no key."""
     mask = real[:, None] & ((split >= BEGIN) & (split < END))[None, :]
     offset = at[:, None] * COUNT + split[None, :]
     m = tl.load(parts[0] + offset, mask=mask, other=float("-inf"), cache_modifier=".cg")
@@ -177,19 +186,21 @@ def _share(parts, at, real, split, BEGIN: tl.constexpr, END: tl.constexpr, COUNT
     top = tl.max(m, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(m - top[:, None]) * sums, 1)
-    return top, 1.0 / tl.where(total == 0.0, 1.0, total)
+    return top, tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
 def _sum_parts(
-    parts, row, real, gate_slc, gate_win,
-    DV: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr,
+    parts, row, real, gate_slc, gate_win, sink2, heads,
+    DV: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr, HQ: tl.constexpr,
 ):  # fmt: skip
     """The gated sum [M, padded DV] of both branches from all parts of a token."""
     COUNT: tl.constexpr = SELECTED + WINDOW
     split = tl.arange(0, rounded_up(COUNT))
-    top_slc, inverse_slc = _share(parts, row, real, split, 0, SELECTED, COUNT)
-    top_win, inverse_win = _share(parts, row, real, split, SELECTED, COUNT, COUNT)
+    top_slc, sum_slc = _share(parts, row, real, split, 0, SELECTED, COUNT)
+    inverse_slc = 1.0 / _with_sink(sum_slc, top_slc, sink2, heads, real, 1, HQ)
+    top_win, sum_win = _share(parts, row, real, split, SELECTED, COUNT, COUNT)
+    inverse_win = 1.0 / _with_sink(sum_win, top_win, sink2, heads, real, 2, HQ)
     d = tl.arange(0, padded(DV))[None, :]
     o = tl.zeros([row.shape[0], padded(DV)], tl.float32)
     for i in tl.range(0, COUNT, loop_unroll_factor=4):
@@ -206,16 +217,18 @@ def _sum_parts(
 @triton.jit(do_not_specialize=PLAIN)
 def attend(
     q, q_strides, gates, gate_strides, selected, window, table, columns, pool, page, ring, blocks,
-    o_cmp, parts, arrived, o, lengths, counts, n, capacity, scale2,
+    o_cmp, scored, sink2, parts, arrived, o, lengths, counts, n, capacity, scale2,
     SIZES: tl.constexpr, CONFIG: tl.constexpr, PER_PAGE: tl.constexpr, RING: tl.constexpr,
     GROUP: tl.constexpr, KEYS: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCORED: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: a split of the keys of one token of one KV head, or all of them if WHOLE.
 
     selected, window: (k, v) of the branch; SELECTED, WINDOW: its splits, 0 if it is not computed.
     RING: the window has tensors of its own, of `ring` rows a sequence. parts: (maxima [rows,
     splits], sums [rows, splits], o [rows, splits, DV]). arrived [units]: 0. o [B, N, HQ, DV].
+    sink2 [3, HQ]: logits in base 2 beside the keys of each branch, or None; for those of the
+    compressed branch, which has been divided, scored: maxima and sums of its SCORED splits.
     """
     HKV: tl.constexpr = SIZES.HQ // SIZES.G
     DV: tl.constexpr = SIZES.DV
@@ -251,6 +264,9 @@ def attend(
         ringed = b, head, pages, home, ring
     if blocks is not None:
         blocks += unit.to(tl.int64) * CONFIG.select_count
+    if sink2 is not None and o_cmp is not None:
+        top, total = _share(scored, row, real, tl.arange(0, rounded_up(SCORED)), 0, SCORED, SCORED)
+        gate_cmp *= total / _with_sink(total, top, sink2, heads, real, 0, SIZES.HQ)
     if WHOLE:
         out = tl.zeros([GROUP, padded(DV)], tl.float32)
         if SELECTED > 0:
@@ -259,6 +275,7 @@ def attend(
                 SIZES, CONFIG, PER_PAGE, KEYS, 1, PRECISION,
             )  # fmt: skip
             divisor, _ = finish(m, total)
+            divisor = _with_sink(divisor, m, sink2, heads, real, 1, SIZES.HQ)
             out += acc * (gate_slc / divisor)[:, None]
         if WINDOW > 0:
             acc, m, total = _window(
@@ -266,6 +283,7 @@ def attend(
                 SIZES, CONFIG, PER_PAGE, RING, KEYS, 1, PRECISION,
             )  # fmt: skip
             divisor, _ = finish(m, total)
+            divisor = _with_sink(divisor, m, sink2, heads, real, 2, SIZES.HQ)
             out += acc * (gate_win / divisor)[:, None]
         out = _with_compressed(out, o_cmp, row, gate_cmp, real, DV)
         tl.store(to, out.to(o.dtype.element_ty), mask=mask)
@@ -282,6 +300,8 @@ def attend(
         tl.store(parts[2] + at[:, None] * DV + d, acc, mask=found)
         tl.debug_barrier()  # all of a program's stores come before its arrival
         if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == COUNT - 1:
-            out = _sum_parts(parts, row, real, gate_slc, gate_win, DV, SELECTED, WINDOW)
+            out = _sum_parts(
+                parts, row, real, gate_slc, gate_win, sink2, heads, DV, SELECTED, WINDOW, SIZES.HQ
+            )
             out = _with_compressed(out, o_cmp, row, gate_cmp, real, DV)
             tl.store(to, out.to(o.dtype.element_ty), mask=mask)

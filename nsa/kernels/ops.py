@@ -29,9 +29,10 @@ from nsa.kernels import (
     span_fwd,
     topk,
 )
-from nsa.kernels.common import contiguous_like
+from nsa.kernels.common import LOG2E, contiguous_like
 from nsa.kernels.registration import contiguous, operator, sequences_of
 from nsa.kernels.sequences import Sequences
+from nsa.kernels.sinks import sink_gradients, sunk_rows
 
 CMP, SLC, WIN = range(3)  # where a branch's gate stands
 # Rows of queries, tokens times heads, from which on the GPU and not the host is what takes time.
@@ -135,6 +136,7 @@ def attend(
     k_win: Tensor | None,
     v_win: Tensor | None,
     gates: Tensor | None,
+    sinks: Tensor | None,
     blocks: Tensor | None,
     cu_seqlens: Tensor | None,
     batch: int,
@@ -148,24 +150,28 @@ def attend(
         q: [tokens, HQ, D].
         k_cmp, v_cmp: [C rows, HKV, *]; k_slc, v_slc, k_win, v_win: [tokens, HKV, *].
         gates: [tokens, HQ, 3], or None for one branch alone, not gated.
+        sinks: [HQ, 3] fp32, the logit of each softmax that has no value; None for none.
         blocks: [tokens, HKV, N], a selection made by the caller; else scored against k_cmp.
         cu_seqlens: [N + 1] for packed sequences; else `batch` sequences of one length.
         sizes: of the config, see `registration.sizes_of`.
-        keep: whether a backward may follow.
+        keep: whether a backward may follow, or somebody wants a log-sum-exp.
 
     Returns (o [tokens, HQ, DV], o of the compressed branch and its unit, see `_intermediate`, the
     `common.rest_of` the sum, lse2 [HQ, tokens] of the compressed and of the window branch, lse2
-    [tokens, HQ] of the selected one, its plan, see `selected_plan.Plan`, int32, blocks); what is
-    not kept is empty. A backward reads o: it must not change in place.
+    [tokens, HQ] of the selected one, all of keys alone, its plan, see `selected_plan.Plan`, int32,
+    blocks); what is not kept is empty. A backward reads o: it must not change in place.
     """
     sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
     config, tokens = sequences.config, sequences.tokens
     kept = {name: q.new_empty(0, dtype=dtype) for name, dtype in _kept(q.dtype).items()}
     o, lse_cmp, mix = None, None, {}
+    sink2 = (None,) * 3 if sinks is None else (sinks * LOG2E).t().contiguous().unbind()
     if v_cmp is not None:
         span = compressed_span(config), tokens, sequences.compressed, scale
         o_cmp, unit = _intermediate(q, v_cmp.shape[2])
-        _, lse_cmp = span_fwd.span_forward(q, k_cmp, v_cmp, *span, out=o_cmp, out_unit=unit)
+        _, lse_cmp = span_fwd.span_forward(
+            q, k_cmp, v_cmp, *span, out=o_cmp, out_unit=unit, sink2=sink2[CMP]
+        )
         if keep:
             kept |= {"o_cmp": o_cmp, "lse_cmp": lse_cmp} | ({} if unit is None else {"unit": unit})
         elif unit is not None or q.dtype == torch.float32:
@@ -182,7 +188,7 @@ def attend(
         elif v_slc is not None and q.dtype == torch.float16:
             out = torch.empty_like(o, dtype=torch.float32)
         given = q, k_win, v_win, window_span(config), tokens, tokens, scale
-        room = {"out": out, "out_unit": win_unit, "lse2": lse_win}
+        room = {"out": out, "out_unit": win_unit, "lse2": lse_win, "sink2": sink2[WIN]}
         with side:
             span_fwd.span_forward(*given, gates=gates, branch=WIN, **room, **mix)
         mix = {"base": out, "base_unit": win_unit}
@@ -200,7 +206,7 @@ def attend(
         side.join()
         _, lse_slc = selected_fwd.selected_forward(
             q, k_slc, v_slc, plan, sequences, scale, gates=gates, branch=SLC, out=o,
-            rest=kept["rest"] if kept["rest"].numel() else None, **mix,
+            rest=kept["rest"] if kept["rest"].numel() else None, sink2=sink2[SLC], **mix,
         )  # fmt: skip
         if keep:
             kept |= {"lse_slc": lse_slc, "plan": plan.workspace}
@@ -222,7 +228,7 @@ def _kept(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 @attend.register_fake
-def _(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, blocks, cu_seqlens, *plain):
+def _(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, sinks, blocks, cu_seqlens, *plain):
     batch, sizes, _, keep = plain
     v = next(x for x in (v_cmp, v_slc, v_win) if x is not None)
     tokens, heads = q.shape[:2]
@@ -272,6 +278,7 @@ def attend_backward(
     k_win: Tensor | None,
     v_win: Tensor | None,
     gates: Tensor | None,
+    sinks: Tensor | None,
     blocks: Tensor | None,
     cu_seqlens: Tensor | None,
     o: Tensor,
@@ -286,8 +293,8 @@ def attend_backward(
     sizes: Sequence[int],
     scale: float,
     keys: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates) of `attend`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates, dsinks) of `attend`.
 
     What was not given has an empty gradient, and so have keys and values unless `keys`.
     """
@@ -305,6 +312,7 @@ def attend_backward(
     # Queries' gradients follow each other here, keys' and values' on a stream beside them. Each
     # delta has a name of its own, for that stream may read it until both have met.
     side, dq, deltas = SideStream(q), None, []
+    rows = sunk_rows(sinks, lse_cmp, lse_slc, lse_win)
     grads = _empty_gradients(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     if v_slc is not None:
         planned = selected_plan.kept_plan(plan, blocks, sequences, q.shape[1] // k_slc.shape[1])
@@ -315,7 +323,7 @@ def attend_backward(
         span = compressed_span(config), tokens, sequences.compressed, scale
         unit = unit if unit.numel() else None
         delta_cmp = combine.delta_of(do, o_cmp, dgates, CMP, unit)
-        given = q, k_cmp, v_cmp, do, lse_cmp
+        given = q, k_cmp, v_cmp, do, rows[CMP].lse2
         if keys:
             with side:
                 span_bwd.span_dkdv(*given, delta_cmp, gates, CMP, *span, out=grads[0:2])
@@ -323,33 +331,39 @@ def attend_backward(
         deltas.append((delta_cmp, CMP))
     if v_win is not None:
         span = window_span(config), tokens, tokens, scale
-        given = q, k_win, v_win, do, lse_win
-        dq, delta_win = span_bwd.span_dq(*given, gates, WIN, *span, dgates=dgates, dq=dq)
+        given = q, k_win, v_win, do, rows[WIN].lse2
+        dq, delta_win = span_bwd.span_dq(
+            *given, gates, WIN, *span, kept=rows[WIN].kept, dgates=dgates, dq=dq
+        )
         deltas.append((delta_win, WIN))
         if keys:
             with side:
                 span_bwd.span_dkdv(*given, delta_win, gates, WIN, *span, out=grads[4:6])
     if v_slc is not None:
-        given = q, k_slc, v_slc, do, lse_slc
+        given = q, k_slc, v_slc, do, rows[SLC].lse2
         dq, delta_slc = selected_dq.selected_dq(
             *given, gates, SLC, planned, sequences, scale,
-            o=o, rest=rest if rest.numel() else None, others=deltas, dgates=dgates, dq=dq,
+            o=o, rest=rest if rest.numel() else None, others=deltas, kept=rows[SLC].kept,
+            dgates=dgates, dq=dq,
         )  # fmt: skip
+        deltas.append((delta_slc.t(), SLC))
         if keys:
             with side:
                 selected_dkdv.selected_dkdv(
                     *given, delta_slc, gates, SLC, lookup, sequences, scale, out=grads[2:4]
                 )
     side.join()
-    return dq, *grads, q.new_empty(0) if dgates is None else dgates
+    dsinks = q.new_empty(0) if sinks is None else sink_gradients(sinks, gates, rows, deltas)
+    return dq, *grads, q.new_empty(0) if dgates is None else dgates, dsinks
 
 
 @attend_backward.register_fake
-def _(do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *rest):
+def _(do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, sinks, *rest):
     keys = rest[-1]
     grads = _empty_gradients(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     dgates = q.new_empty(0) if gates is None else gates.new_empty(gates.shape)
-    return q.new_empty(q.shape), *grads, dgates
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), *grads, dgates, dsinks
 
 
 def _save_attend(ctx, inputs, output):
@@ -362,17 +376,18 @@ def _save_attend(ctx, inputs, output):
 
 
 def _backward_attend(ctx, do, *_):
-    none = (None,) * 14
+    none = (None,) * 15
     if do is None:
         return none
     saved = ctx.saved_tensors
     gates, keys = saved[7], any(ctx.needs_input_grad[1:7])
     do = contiguous(do)
-    dq, *grads, dgates = attend_backward(do, *saved, ctx.batch, ctx.sizes, ctx.scale, keys)
+    dq, *grads, dgates, dsinks = attend_backward(do, *saved, ctx.batch, ctx.sizes, ctx.scale, keys)
     # Keys that were scored but not attended to have no gradient: their branch has no values.
     values = saved[2], saved[2], saved[4], saved[4], saved[6], saved[6]
     used = [x if keys and v is not None else None for x, v in zip(grads, values, strict=True)]
-    return dq, *used, None if gates is None else dgates, *none[8:]
+    dgates, dsinks = (None if x is None else dx for x, dx in ((gates, dgates), (saved[8], dsinks)))
+    return dq, *used, dgates, dsinks, *none[9:]
 
 
 attend.register_autograd(_backward_attend, setup_context=_save_attend)

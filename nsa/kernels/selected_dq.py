@@ -44,6 +44,7 @@ def selected_dq(
     o: Tensor,
     rest: Tensor | None = None,
     others: Sequence[tuple[Tensor, int]] = (),
+    kept: Tensor | None = None,
     dgates: Tensor | None = None,
     dq: Tensor | None = None,
     tile: Mapping[str, Tile] | None = None,
@@ -57,8 +58,8 @@ def selected_dq(
     lse2 [tokens, HQ] is the forward's; gates None weighs 1. delta = <do, o> of the branch without
     its gate, which is the gate's gradient and goes to dgates[..., branch] too. o [tokens, HQ, DV]
     is the gated sum, rest the forward's, and others are (delta [HQ, tokens], branch) of each other
-    branch in it. A given dq of any float dtype is added to; otherwise it is new, in q's dtype. The
-    others are as in the forward.
+    branch in it. kept: see `span_bwd.span_dq`, [tokens, HQ]. A given dq of any float dtype is added
+    to; otherwise it is new, in q's dtype. The others are as in the forward.
     """
     add = dq is not None
     dq = q.new_empty(q.shape) if dq is None else dq
@@ -71,15 +72,16 @@ def selected_dq(
         specialized = False
     if by_warps := hopper.selected_tile("selected_dq", specialized, plan, sequences, (q, k, v, do)):
         hopper.launch_selected_dq(
-            (q, k, v, do, o, rest), (lse2, deltas, branches), (gates, dgates, branch), (dq, delta),
-            plan, sequences, scale, add=add, tile=(tile or {}).get("large") or by_warps,
+            (q, k, v, do, o, rest), (lse2, kept, deltas, branches), (gates, dgates, branch),
+            (dq, delta), plan, sequences, scale, add=add,
+            tile=(tile or {}).get("large") or by_warps,
         )  # fmt: skip
         return dq, delta
     for one in launches("dq", q, k, v, plan, sequences, force, cost, tile, descriptors):
         launch(
             _selected_dq, one.grid,
-            q, one.keys, one.values, do, o, rest, deltas, lse2, gates, dq, delta, dgates, strides,
-            one.union, one.rivals, one.axis, one.sizes, q.shape[0], scale, scale * LOG2E,
+            q, one.keys, one.values, do, o, rest, deltas, lse2, kept, gates, dq, delta, dgates,
+            strides, one.union, one.rivals, one.axis, one.sizes, q.shape[0], scale, scale * LOG2E,
             BRANCH=branch, OTHERS=branches, ADD=add, ALIKE=k.stride() == v.stride(), WALK=one.walk,
             **one.options,
         )  # fmt: skip
@@ -88,7 +90,7 @@ def selected_dq(
 
 @triton.jit
 def _selected_dq(
-    q, k, v, do, o, rest, deltas, lse, gates, dq, delta, dgates, strides,
+    q, k, v, do, o, rest, deltas, lse, kept, gates, dq, delta, dgates, strides,
     union, rivals, axis, sizes, total, scale, scale2,
     BRANCH: tl.constexpr, OTHERS: tl.constexpr, ADD: tl.constexpr, ALIKE: tl.constexpr,
     WALK: tl.constexpr,
@@ -128,17 +130,22 @@ def _selected_dq(
         )
         blocks, members, count = union_of(union, tile, kv_head, sizes[1], WALK)
         grad = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        if kept is not None:
+            share = tl.load(kept + flat, mask=valid, other=0.0)
         for _ in range(rounds(first, sizes[3], WALK.slots, WALK.tokens)):
             if WALK.turned:
-                grad, shift = _walk_turned(
+                grad, beyond = _walk_turned(
                     queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
                     sequence, kv_head, rows, sizes[3], strides[1], v_strides, scale2, WALK,
                 )  # fmt: skip
             else:
-                grad, shift = _walk(
+                grad, beyond = _walk(
                     queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
                     sequence, kv_head, rows, sizes[3], strides[1], v_strides, scale2, WALK,
                 )  # fmt: skip
+            if kept is not None:
+                shift *= share
+            shift = beyond + shift  # probabilities add up to 1, or to their share
 
         tl.store(delta + flat, shift, mask=valid)
         if dgates is not None:
@@ -158,9 +165,9 @@ def _walk(
     sequence, kv_head, rows, select_block, k_strides, v_strides, scale2,
     WALK: tl.constexpr,
 ):  # fmt: skip
-    """(dq [ROWS, padded D] before scale and gate, delta [ROWS]) of `count` blocks.
+    """(dq [ROWS, padded D] before scale and gate, the sum of all dS [ROWS]) of `count` blocks.
 
-    shift [ROWS]: delta but for a rounding, which the sum of all dS tells.
+    shift [ROWS]: delta but for a rounding, which that sum tells.
     """
     ROWS: tl.constexpr = WALK.rows
     BLOCK_D: tl.constexpr = padded(WALK.d)
@@ -180,7 +187,7 @@ def _walk(
         total += partial_sums(ds)
         grad = tl.dot(ds.to(queries.dtype), keys, grad, input_precision=PRECISION)
 
-    return grad, tl.sum(total, 1) + shift  # probabilities add up to 1
+    return grad, tl.sum(total, 1)
 
 
 @triton.jit
@@ -216,7 +223,7 @@ def _walk_turned(
         ds = ds.to(queries.dtype)
         grad = tl.dot(tl.trans(keys), ds, grad, input_precision=PRECISION)
 
-    return tl.trans(grad), _add_rest(total) + shift
+    return tl.trans(grad), _add_rest(total)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from nsa.kernels.common import (
     padded,
     partial_sums,
     rest_of,
+    sunk,
     truncated,
 )
 from nsa.kernels.hopper import launches as hopper
@@ -50,6 +51,7 @@ def selected_forward(
     base_unit: Tensor | None = None,
     out: Tensor | None = None,
     rest: Tensor | None = None,
+    sink2: Tensor | None = None,
     tile: Mapping[str, Tile] | None = None,
     force: str | None = None,
     cost: float | None = None,
@@ -62,17 +64,18 @@ def selected_forward(
     itself. With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, `base` weighted
     by gates[..., base_branch] where that is given, rounded once; base None is 0. A base of int16 is
     in the units of base_unit [HQ, tokens] fp32. `out` may have the place of `base`. rest, int8 with
-    the strides of o, receives `common.rest_of` o for a backward. `tile` holds choices for "small"
-    and "large" tiles, `force` allows one of them only, and `cost` is what a block costs in a large
-    tile, in terms of a small one; these and `descriptors` are of Triton's kernels. specialized: see
-    `hopper.launches.selected_tile`.
+    the strides of o, receives `common.rest_of` o for a backward. sink2: as of `span_forward`.
+
+    `tile` holds choices for "small" and "large" tiles, `force` allows one of them only, and `cost`
+    is what a block costs in a large tile, in terms of a small one; these and `descriptors` are of
+    Triton's kernels. specialized: see `hopper.launches.selected_tile`.
     """
     o = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if specialized is None and (tile or force or cost or descriptors is not None):
         specialized = False
     if by_warps := hopper.selected_tile("selected", specialized, plan, sequences, (q, k, v)):
-        mix = gates, branch, base, base_branch, base_unit
+        mix = gates, branch, base, base_branch, base_unit, sink2
         chosen = (tile or {}).get("large") or by_warps
         hopper.launch_selected((q, k, v), (o, rest, lse), mix, plan, sequences, scale, chosen)
         return o, lse
@@ -80,7 +83,7 @@ def selected_forward(
     for one in launches("forward", q, k, v, plan, sequences, force, cost, tile, descriptors):
         launch(
             _selected_forward, one.grid,
-            q, one.keys, one.values, o, rest, lse, gates, base, base_unit, strides,
+            q, one.keys, one.values, o, rest, lse, gates, base, base_unit, sink2, strides,
             one.union, one.rivals, one.axis, one.sizes, q.shape[0], scale * LOG2E,
             BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch,
             ALIKE=k.stride() == v.stride(), WALK=one.walk, **one.options,
@@ -90,8 +93,8 @@ def selected_forward(
 
 @triton.jit
 def _selected_forward(
-    q, k, v, o, rest, lse, gates, base, base_unit, strides, union, rivals, axis, sizes, rows_of_all,
-    scale2,
+    q, k, v, o, rest, lse, gates, base, base_unit, sink2, strides, union, rivals, axis, sizes,
+    rows_of_all, scale2,
     BRANCH: tl.constexpr, BASE_BRANCH: tl.constexpr, ALIKE: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """One program: the rows of one tile over the union of their blocks, then o and lse2."""
@@ -139,6 +142,8 @@ def _selected_forward(
         divisor, lse2 = finish(m, total)
         if queries.dtype != tl.float32:
             divisor, _ = finish(m, kept)
+        if sink2 is not None:
+            divisor = sunk(divisor, lse2, tl.load(sink2 + heads, mask=valid, other=0.0))
         acc /= divisor[:, None]
         tl.store(lse + row * (sizes[1] * sizes[2]) + heads, lse2, mask=valid)
         at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1]

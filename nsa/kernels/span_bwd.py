@@ -46,6 +46,7 @@ def span_dq(
     scale: float,
     *,
     delta: Tensor | None = None,
+    kept: Tensor | None = None,
     dgates: Tensor | None = None,
     dq: Tensor | None = None,
     tile: Tile | None = None,
@@ -55,7 +56,9 @@ def span_dq(
     """(dq [tokens, HQ, D], delta [HQ, tokens] fp32) for do [tokens, HQ, DV] of the gated output.
 
     delta None: it is computed here, and written to dgates[..., branch] if given; that costs one
-    product more. dq given: added to, in fp32; otherwise allocated in q's dtype. gates None: 1.
+    product more. kept [HQ, tokens] fp32: what a query's probabilities add up to, 1 if None; they do
+    not where lse2 has a sink's term, see `sinks`. dq given: added to, in fp32; otherwise allocated
+    in q's dtype. gates None: 1.
     tile, descriptors: as span_forward takes them. specialized: see `hopper.launches.tile_for`.
     """
     total, heads, dim = q.shape
@@ -68,7 +71,7 @@ def span_dq(
         dq = torch.empty(total, heads, dim, dtype=q.dtype, device=q.device)
     along = span, tokens, keys
     if by_warps := hopper.tile_for("dq", specialized, *along, (q, k, v, do)):
-        given = (q, k, v, do), (lse2, delta), (gates, dgates, branch), dq, *along, scale
+        given = (q, k, v, do), (lse2, delta, kept), (gates, dgates, branch), dq, *along, scale
         hopper.launch_dq(*given, make_delta=make_delta, add=add, tile=tile or by_warps)
         return dq, delta
     tile = tile or default_tile("dq", value_dim, span, q)
@@ -80,7 +83,7 @@ def span_dq(
             dq_kernel, (count * heads,),
             operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
             operand(v, keys, tile.keys, descriptors), v,
-            operand(do, tokens, tile.rows, descriptors), lse2, delta, gates, dgates, dq,
+            operand(do, tokens, tile.rows, descriptors), lse2, delta, kept, gates, dgates, dq,
             tuple(None if x is None else x.stride() for x in (q, k, v, do, gates, dgates, dq)),
             place, (keys.bounds, keys.length), count, total, scale, scale * LOG2E,
             Sizes(heads, heads // k.shape[1], dim, value_dim), felt(span, keys), tile,

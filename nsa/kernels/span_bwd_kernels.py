@@ -24,7 +24,7 @@ from nsa.kernels.span_common import (
 
 @triton.jit
 def dq_kernel(
-    q, k, v, v_rows, do, lse2, delta, gates, dgates, dq, strides,
+    q, k, v, v_rows, do, lse2, delta, kept, gates, dgates, dq, strides,
     tokens, keys, tiles, total, scale, scale2,
     SIZES: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, BRANCH: tl.constexpr,
     MAKE_DELTA: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -34,7 +34,8 @@ def dq_kernel(
     MAKE_DELTA: delta is known only after the last key, so dq = sum gp dP k - delta sum gp k. There
     delta is that of the rounded factors of the two products, so that a key with nearly all the
     weight cancels as it should. What all values share cancels too, so dP of 16 bits is taken less
-    that of the newest value that a row sees. v_rows is v where v is a descriptor.
+    that of the newest value that a row sees. v_rows is v where v is a descriptor. kept: what the
+    probabilities of a row add up to; None: 1.
     """
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
@@ -107,8 +108,12 @@ def dq_kernel(
     if MAKE_DELTA:
         p_rounded = tl.sum(sum_rounded, 1)  # as often as columns
         rounded = tl.sum(delta_rounded, 1) / tl.where(p_rounded == 0, 1.0, p_rounded)
+        if kept is not None:
+            share = tl.load(kept + statistics, mask=t < rows, other=0.0)
+            rounded = rounded * share - shift * (1.0 - share)
+            shift *= share
         acc -= rounded[:, None] * acc_plain
-        delta_rows = tl.sum(delta_sums, 1) + shift  # probabilities add up to 1
+        delta_rows = tl.sum(delta_sums, 1) + shift  # probabilities add up to 1, or to their share
         tl.store(delta + statistics, delta_rows, mask=t < rows)
         if dgates is not None:
             dgates_at = at(dgates, dgate_strides, start + first, head) + BRANCH * dgate_strides[2]

@@ -17,6 +17,7 @@ from nsa.kernels.common import (
     padded,
     partial_sums,
     precision,
+    sunk,
     truncated,
 )
 from nsa.kernels.hopper import launches as hopper
@@ -40,7 +41,8 @@ from nsa.kernels.tiles import Tile
 
 @triton.jit
 def _span_forward(
-    q, k, v, o, o_unit, lse2, gates, base, base_unit, strides, tokens, keys, tiles, total, scale2,
+    q, k, v, o, o_unit, lse2, gates, base, base_unit, sink2, strides, tokens, keys, tiles, total,
+    scale2,
     SIZES: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, BRANCH: tl.constexpr,
     BASE_BRANCH: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -88,6 +90,8 @@ def _span_forward(
     if v is not None:
         if q_tile.dtype != tl.float32:
             divisor, _ = finish(m, kept)
+        if sink2 is not None:
+            divisor = sunk(divisor, lse2_rows, tl.load(sink2 + head))
         acc = acc / divisor[:, None]
         if gates is not None:
             gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
@@ -129,6 +133,7 @@ def span_forward(
     out: Tensor | None = None,
     out_unit: Tensor | None = None,
     lse2: Tensor | None = None,
+    sink2: Tensor | None = None,
     tile: Tile | None = None,
     descriptors: bool | None = None,
     specialized: bool | None = None,
@@ -142,7 +147,8 @@ def span_forward(
     With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, or with base_branch
     + gates[..., base_branch] * base; base [tokens, HQ, DV], mixed in fp32. `out` receives o if
     given, `lse2` its own; `out` may be `base`. An `out` or a base of int16 is in the units of
-    out_unit or base_unit [HQ, tokens] fp32, see `common.fixed_point`. tile: default_tile's if None.
+    out_unit or base_unit [HQ, tokens] fp32, see `common.fixed_point`. sink2 [HQ] fp32: a logit in
+    base 2 that each softmax has beside its keys; lse2 stays theirs. tile: default_tile's if None.
     descriptors: whether TMA fetches the tiles; None: where it can. specialized: see
     `hopper.launches.tile_for`.
     """
@@ -158,7 +164,7 @@ def span_forward(
     along = span, tokens, keys
     by_warps = None if v is None else hopper.tile_for("forward", specialized, *along, (q, k, v))
     if by_warps:
-        mix = gates, branch, None if gates is None else base, base_branch, base_unit
+        mix = gates, branch, None if gates is None else base, base_branch, base_unit, sink2
         hopper.launch_forward((q, k, v), (o, out_unit, lse2), mix, *along, scale, tile or by_warps)
         return o, lse2
     if descriptors is None:
@@ -170,7 +176,7 @@ def span_forward(
             _span_forward, (count * heads,),
             operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
             None if v is None else operand(v, keys, tile.keys, descriptors), o, out_unit, lse2,
-            gates, base if gates is not None else None, base_unit,
+            gates, base if gates is not None else None, base_unit, sink2,
             tuple(None if x is None else x.stride() for x in (q, k, v, o, gates, base)),
             place, (keys.bounds, keys.length), count, total, scale * LOG2E,
             Sizes(heads, heads // k.shape[1], dim, value_dim), felt(span, keys), tile,

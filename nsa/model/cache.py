@@ -25,7 +25,7 @@ from nsa.spelling import choice
 
 FORMAT = "nsa cache"
 # What a cache does not depend on, beside what may change between runs.
-OTHER = {"vocab", "mlp_hidden", "gate", "gate_temperature", "gate_init", "stopgrad_gates"}
+OTHER = {"vocab", "mlp_hidden", "gate", "gate_temperature", "gate_init", "stopgrad_gates", "sinks"}
 
 
 class NSACache:

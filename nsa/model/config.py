@@ -12,14 +12,17 @@ from nsa.reference.gate import GATE_KINDS
 from nsa.reference.nsa import BRANCHES
 from nsa.spelling import choice, nearest
 
+SINK_KINDS = ("none", "learned")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A small Llama whose attention is NSA, or dense: its twin, to be compared with.
 
     Dense attention reads the sizes, rotary, `backend` and `strict`; what is NSA's alone (`nsa`,
-    `phi`, `gate` and what belongs to it, `compress_rope`, `shared_kv`) means nothing to it. The
-    backend's name is checked where a layer is built, because only the registry knows the names.
+    `phi`, `gate` and what belongs to it, `compress_rope`, `shared_kv`, `sinks`) means nothing to
+    it. The backend's name is checked where a layer is built, because only the registry knows the
+    names.
 
     phi "mlp" has a GELU between its two matrices; the paper says "MLP" and names none.
 
@@ -47,6 +50,7 @@ class ModelConfig:
     shared_kv: bool = False  # one K/V projection for all three branches
     force_branch: str | None = None  # this branch alone, with gate 1
     stopgrad_gates: bool = False
+    sinks: str = "none"  # or "learned": a logit without a value a head and branch, from 0 on
     backend: str = "auto"
     strict: bool = False  # raise on the first non-finite value
     checkpoint: str = ""  # layers to recompute in the backward: "", "all" or "start:end"
@@ -83,6 +87,7 @@ class ModelConfig:
         choice("phi", self.phi, PHI_KINDS)
         choice("gate", self.gate, GATE_KINDS)
         choice("gate_init", self.gate_init, ("xavier", "zero"))
+        choice("sinks", self.sinks, SINK_KINDS)
         choice("compress_rope", self.compress_rope, ("before", "after"))
         forced = f"force_branch={self.force_branch!r}"
         if self.force_branch not in (*BRANCHES, None):

@@ -77,8 +77,8 @@ def _is_plain(layer: nn.Module) -> bool:
 # What a layer reads of ModelConfig beside its sizes; `layers` scales the first o_proj.
 OPTIONS = (
     *("head_dim", "value_dim", "layers", "phi", "gate", "gate_temperature", "gate_init"),
-    *("compress_rope", "shared_kv", "force_branch", "stopgrad_gates", "backend", "strict"),
-    *("rope_base", "rope_scale"),
+    *("compress_rope", "shared_kv", "force_branch", "stopgrad_gates", "sinks", "backend"),
+    *("strict", "rope_base", "rope_scale"),
 )
 
 
@@ -126,6 +126,11 @@ class NSAAttention(nn.Module):
     whose hidden width is head_dim // 2, of the hidden state ("sigmoid") or of the rotated mean
     query of each group ("softmax"); "uniform" is the constant 1/3 and has no parameters.
 
+    With sinks="learned" the parameter `sinks` [HQ * 3], in the order of the gates, has a logit
+    without a key or a value for each head and branch, which may then attend to nothing (see
+    `nsa_attention`). They start at 0, as if one more key scored 0, and have one dimension, so that
+    they do not decay.
+
     Parameters that rightly have no gradient: the gate's with `force_branch` (it is the constant 1)
     or `stopgrad_gates`; with `force_branch` also the other branches' projections and phi, which are
     not applied. For "slc" k_cmp and phi still score the blocks, and scoring has no gradient.
@@ -168,6 +173,8 @@ class NSAAttention(nn.Module):
             make, block = LEARNED_PHI[config.phi], config.nsa.compress_block
             self.phi_key = make(kv_heads, block, config.head_dim)
             self.phi_value = make(kv_heads, block, config.value_size)
+        learned = config.sinks == "learned"
+        self.sinks = nn.Parameter(torch.empty(3 * heads)) if learned else None
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(rename_on_load)
 
@@ -201,6 +208,8 @@ class NSAAttention(nn.Module):
         if self.config.phi in LEARNED_PHI:
             self.phi_key.reset_parameters(generator)
             self.phi_value.reset_parameters(generator)
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def forward(
         self,
@@ -294,6 +303,8 @@ class NSAAttention(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and config.force_branch != "slc"):
             phi = None if config.force_branch == "win" else self.phi(q.dtype, rotary)
         chosen = {"config": config.nsa, "phi": phi, "cu_seqlens": cu_seqlens, "branches": branches}
+        if self.sinks is not None:
+            chosen["sinks"] = self.sinks.view(-1, 3)
         return {"q": q, "k": k, "v": v, "gates": self.gates(x, q), **chosen}
 
     def _computes_in(self, held: torch.dtype, device: torch.device) -> bool:

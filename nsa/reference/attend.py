@@ -18,7 +18,32 @@ def attend(
     """
     probs, lse = attention_probs(q, k, visible, scale)  # [B, HKV, G, T, S], [B, HKV, G, T]
     o = torch.einsum("bhgts,bshd->bthgd", probs.to(v.dtype), v)
-    return o.flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
+    return o.flatten(2, 3), _by_query(lse)
+
+
+def log_sum_exp(
+    q: Float[Tensor, "B T HQ D"],
+    k: Float[Tensor, "B S HKV D"],
+    visible: Bool[Tensor, "#B #HKV T S"],
+    scale: float,
+) -> Float[Tensor, "B T HQ"]:
+    """The lse of `attend` alone."""
+    return _by_query(attention_probs(q, k, visible, scale)[1])
+
+
+def _by_query(x: Float[Tensor, "B HKV G T"]) -> Float[Tensor, "B T HQ"]:
+    return x.permute(0, 3, 1, 2).flatten(2, 3)
+
+
+def without_sink(
+    lse: Float[Tensor, "*rows HQ"], sink: Float[Tensor, " HQ"]
+) -> Float[Tensor, "*rows HQ"]:
+    """The share of a softmax that one more logit, without a value, leaves to the keys.
+
+    e^s / (sum of e^s + e^sink) = softmax(s) * sigmoid(lse - sink). A row that sees nothing has
+    no keys to weigh, and any number in (0, 1).
+    """
+    return (lse.masked_fill(lse.isneginf(), 0.0) - sink).sigmoid()  # -inf - -inf would be NaN
 
 
 def attention_probs(

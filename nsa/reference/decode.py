@@ -9,7 +9,7 @@ from torch import Tensor
 from nsa.blocks import count_compressed
 from nsa.config import NSAConfig
 from nsa.reference.attend import attend, attention_probs
-from nsa.reference.nsa import combine, compressed_visible, window_visible
+from nsa.reference.nsa import combine, compressed_visible, sunk, window_visible
 from nsa.reference.select import importance, select, selected_tokens
 
 
@@ -24,6 +24,7 @@ def decode(
     *,
     branches: Sequence[str],
     scale: float,
+    sinks: Float[Tensor, " HQ *n"] | None = None,
 ) -> Float[Tensor, "B N HQ DV"]:
     """Eq. 5 for the queries at positions lengths[b] + i, i < counts[b]; other rows are 0.
 
@@ -40,12 +41,12 @@ def decode(
         total = held + new
         positions = torch.arange(held, total, device=q.device)
         keys = torch.arange(total, device=q.device)
-        rows, outputs = q[b : b + 1, :new], {}
+        rows, outputs, lse = q[b : b + 1, :new], {}, {}
         blocks = count_compressed(total, config)
         visible = compressed_visible(positions, blocks, config)
         if "cmp" in branches:
             k_cmp, v_cmp = k["cmp"][b : b + 1, :blocks], v["cmp"][b : b + 1, :blocks]
-            outputs["cmp"], _ = attend(rows, k_cmp, v_cmp, visible, scale)
+            outputs["cmp"], lse["cmp"] = attend(rows, k_cmp, v_cmp, visible, scale)
         if "slc" in branches:
             p_cmp, _ = attention_probs(rows, k["cmp"][b : b + 1, :blocks], visible, scale)
             # Blocks without a compressed key yet have importance 0 and can be selected.
@@ -53,12 +54,13 @@ def decode(
             chosen = select(scores, config, first_position=held)
             inside = selected_tokens(chosen, total, config) & (keys <= positions[:, None])
             k_slc, v_slc = k["slc"][b : b + 1, :total], v["slc"][b : b + 1, :total]
-            outputs["slc"], _ = attend(rows, k_slc, v_slc, inside, scale)
+            outputs["slc"], lse["slc"] = attend(rows, k_slc, v_slc, inside, scale)
         if "win" in branches:
             first = held - config.window + 1  # the position of column 0
             recent = slice(max(0, -first), config.window - 1 + new)
             k_win, v_win = k["win"][b : b + 1, recent], v["win"][b : b + 1, recent]
             seen = window_visible(positions, config, keys[max(0, first) :])
-            outputs["win"], _ = attend(rows, k_win, v_win, seen, scale)
+            outputs["win"], lse["win"] = attend(rows, k_win, v_win, seen, scale)
+        outputs = sunk(outputs, lse, sinks)
         o[b, :new] = combine(gates[b : b + 1, :new], outputs)[0].to(o.dtype)
     return o

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.reference.attend import attend, attention_probs
+from nsa.reference.attend import attend, attention_probs, without_sink
 from nsa.reference.compress import Phi, compress_keys, compress_values
 from nsa.reference.select import importance, select, selected_tokens
 
@@ -25,7 +25,7 @@ class Result:
 
     o: Tensor  # [B, T, HQ, DV]
     branches: dict[str, Tensor]  # each [B, T, HQ, DV], before the gates
-    lse: dict[str, Tensor]  # each [B, T, HQ], natural log, at least fp32
+    lse: dict[str, Tensor]  # each [B, T, HQ], natural log, at least fp32, of the keys alone
     blocks: Tensor | None = None  # [B, T, HKV, N] int32, indices within each sequence
     importance: Tensor | None = None  # [B, T, HKV, NB]; None for packed sequences
 
@@ -42,18 +42,21 @@ def nsa(
     blocks: Int[Tensor, "B T HKV N"] | None = None,
     branches: Sequence[str] = BRANCHES,
     scale: float | None = None,
+    sinks: Float[Tensor, " HQ *n"] | None = None,
 ) -> Result:
     """Eq. 5: o = g_cmp o_cmp + g_slc o_slc + g_win o_win.
 
     k[branch] is [B, T, HKV, D] and v[branch] [B, T, HKV, DV]; "slc" also needs k["cmp"] to score
     blocks, unless `blocks` hands the selection in. `scale` defaults to D ** -0.5. With
     `cu_seqlens` [N + 1] (B = 1) each sequence is a world of its own. Any floating dtype; fp64 is
-    exact. No gradient flows through the selection.
+    exact. No gradient flows through the selection. With `sinks` [HQ], or [HQ, 3] for the branches,
+    the denominator of each softmax has e^sink as well, which no value belongs to; the selection is
+    scored without.
     """
     phi = phi or Phi()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None:
-        return _packed(q, k, v, gates, config, phi, cu_seqlens, blocks, branches, scale)
+        return _packed(q, k, v, gates, config, phi, cu_seqlens, blocks, branches, scale, sinks)
 
     positions = torch.arange(q.shape[1], device=q.device)
     outputs, lse, scores = {}, {}, None
@@ -77,7 +80,23 @@ def nsa(
         visible = window_visible(positions, config)
         outputs["win"], lse["win"] = attend(q, k["win"], v["win"], visible, scale)
 
+    outputs = sunk(outputs, lse, sinks)
     return Result(combine(gates, outputs), outputs, lse, blocks, scores)
+
+
+def sunk(
+    branches: Mapping[str, Float[Tensor, "B T HQ DV"]],
+    lse: Mapping[str, Float[Tensor, "B T HQ"]],
+    sinks: Float[Tensor, " HQ *n"] | None,
+) -> Mapping[str, Float[Tensor, "B T HQ DV"]]:
+    """The branches' outputs under sinks, from those without."""
+    if sinks is None:
+        return branches
+    by_branch = dict.fromkeys(BRANCHES, sinks)
+    if sinks.ndim == 2:
+        by_branch = dict(zip(BRANCHES, sinks.unbind(-1), strict=True))
+    shares = {b: without_sink(lse[b], by_branch[b])[..., None] for b in branches}
+    return {b: (o * shares[b]).to(o.dtype) for b, o in branches.items()}
 
 
 def combine(
@@ -105,7 +124,9 @@ def window_visible(
     return ((distance >= 0) & (distance < config.window))[None, None]
 
 
-def _packed(q, k, v, gates, config, phi, cu_seqlens, blocks, branches, scale) -> Result:
+def _packed(
+    q, k, v, gates, config, phi, cu_seqlens, blocks, branches, scale, sinks
+) -> Result:  # fmt: skip
     """Each sequence run alone, the results laid end to end."""
     parts = []
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
@@ -123,6 +144,7 @@ def _packed(q, k, v, gates, config, phi, cu_seqlens, blocks, branches, scale) ->
                 blocks=None if blocks is None else blocks[:, rows],
                 branches=branches,
                 scale=scale,
+                sinks=sinks,
             )
         )
     return Result(

@@ -11,7 +11,7 @@ from cases import SMALL, TINY, Case, draw
 
 from nsa.attention import decode, witness
 from nsa.attention.decode import nsa_decode
-from nsa.reference.nsa import nsa
+from nsa.reference.nsa import BRANCHES, nsa
 
 BACKENDS = ["reference", "masked", "gather", "auto"]
 
@@ -75,6 +75,44 @@ def test_the_scale_may_have_any_sign(backend, scale):
     want = nsa(q, k, v, gates, growth.case.config, phi=phi, scale=scale).o
     got = grown(q, k, v, gates, phi, growth, cache, backend, scale=scale)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def sunk_mismatch(growth: Growth, backend: str, dtype: torch.dtype) -> float:
+    """The largest error under sinks of which one is none, in this dtype."""
+    cache, case = growth.cache(dtype), growth.case
+    q, k, v, gates, phi = arguments(draw(case, dtype), growth, cache)
+    sinks = 2 * torch.randn(q.shape[2], 3, dtype=dtype)
+    sinks[0, 0] = -torch.inf
+    options = {"phi": phi, "branches": growth.branches, "sinks": sinks}
+    want = nsa(q, k, v, gates, case.config, **options).o
+    for b, length in enumerate(growth.lengths):
+        want[b, length:] = 0
+    got = grown(q, k, v, gates, phi, growth, cache, backend, sinks=sinks, strict=True)
+    return float((got - want).detach().abs().max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_take_their_share_of_what_grows_in_a_cache(backend):
+    for seed in range(500, 520):
+        torch.manual_seed(seed)
+        error = sunk_mismatch(random_growth(seed), backend, torch.float64)
+        assert error < 1e-11, f"seed {seed}: {random_growth(seed)}: {error}"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(DEVICE != "cpu", reason="interpreted")
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("branches", [BRANCHES, ("cmp",), ("win",), ("slc", "win")], ids="+".join)
+def test_the_kernels_give_sinks_their_share_in_one_program_or_several(
+    branches, splits, monkeypatch
+):
+    from nsa.kernels import decode as kernels
+
+    plain = kernels.tuning
+    cut = dict.fromkeys(("score_splits", "selected_splits", "window_splits"), splits)
+    monkeypatch.setattr(kernels, "tuning", lambda call: plain(call)._replace(**cut))
+    growth = Growth(Case(28, kv_heads=1, group=3), (16, 12), (28,), branches=branches)
+    assert sunk_mismatch(growth, "triton", torch.float32) < 1e-5
 
 
 def test_no_new_token_sees_one_behind_it():

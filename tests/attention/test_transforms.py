@@ -103,6 +103,28 @@ def test_forward_mode_and_second_derivatives_are_those_of_small_steps(backend):
     torch.testing.assert_close(bend, (slopes[0] - slopes[1]) / (2 * step), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", FIRST)
+def test_sinks_are_learned_by_sample_and_lse_is_returned(backend):
+    sinks, given = torch.randn(4, 3, dtype=torch.float64), drawn(batch=3)
+
+    def told(backend):
+        def function(sinks, *sample):
+            return attend(backend, sinks=sinks, return_lse=True)(*(x[None] for x in sample))
+
+        return function
+
+    def squared(backend):
+        return lambda *sample: told(backend)(*sample)[0].square().sum()
+
+    each = vmap(grad(squared(backend), argnums=(0, 1, 2)), in_dims=(None, 0, 0, 0, 0))
+    found = each(sinks, *given)
+    o, *lse = vmap(told(backend), in_dims=(None, 0, 0, 0, 0))(sinks, *given)
+    for i in range(3):
+        sample = [x[i] for x in given]
+        same([x[i] for x in found], gradients(squared("masked"), [sinks, *sample])[:3])
+        same([o[i], *(x[i] for x in lse)], told("masked")(sinks, *sample))
+
+
 @pytest.mark.parametrize("backend", ["packed", "gather"])
 def test_packed_sequences_are_vmapped_too(backend):
     given = [x[:, None] for x in drawn()]

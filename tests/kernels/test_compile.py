@@ -13,7 +13,13 @@ MAIN = 90, "main", "dense"
 SHARED_KIB = {80: 163, 90: 227}  # what a block can have
 SPILLED = 320  # bytes a thread, as for addresses that are set up before a loop
 # The aims' shape both ways, and on the smaller chip what needs most of it.
-CORNERS = MAIN, (90, "main", "packed"), (80, "fp32", "dense"), (80, "wide", "dense")
+CORNERS = (
+    MAIN,
+    (90, "main", "packed"),
+    (90, "main", "sinks"),
+    (80, "fp32", "dense"),
+    (80, "wide", "dense"),
+)
 TARGETS = [
     pytest.param(
         architecture,
@@ -22,7 +28,11 @@ TARGETS = [
         + [pytest.mark.long] * ((architecture, *of) not in CORNERS),
     )
     for architecture in SHARED_KIB
-    for of in [("main", "packed"), *((x, "dense") for x in ("main", "narrow", "fp32", "wide"))]
+    for of in [
+        ("main", "packed"),
+        ("main", "sinks"),
+        *((x, "dense") for x in ("main", "narrow", "fp32", "wide")),
+    ]
 ]
 
 

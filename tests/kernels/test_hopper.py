@@ -1,5 +1,6 @@
 """The kernels of specialized warps: on a GPU, and adversarially emulated where there is none."""
 
+from dataclasses import replace
 from functools import partial
 
 import gluon_emulator
@@ -7,7 +8,7 @@ import pytest
 import torch
 from backend_calls import DEVICE
 from processes import told_by
-from selected_cases import BRANCH, assert_right
+from selected_cases import BRANCH, assert_right, with_sinks
 from selected_cases import Case as Chosen
 from selection_cases import assert_selects_as_well, scores
 from span_cases import COMPRESSED, WINDOW, Case, Problem, check
@@ -67,13 +68,15 @@ def selected(case: Chosen, given: dict, **options) -> dict[str, torch.Tensor]:
     sequences, q, k, v = case.sequences(), given["q"], given["k"], given["v"]
     planned = plan(given["blocks"], sequences, case.group)
     gates, by, scale = given.get("gates"), options.pop("specialized", True), case.dim**-0.5
+    sink2, _ = with_sinks(given, q.new_empty(0))
     o, lse2 = selected_forward(
-        q, k, v, planned, sequences, scale, gates=gates, specialized=by, **options
+        q, k, v, planned, sequences, scale, gates=gates, specialized=by, sink2=sink2, **options
     )
     found = {"o": o, "lse2": lse2}
     if not options:
-        backward = q, k, v, given["do"], lse2, gates, BRANCH, planned, sequences, scale
-        dq, delta = selected_dq(*backward, o=o, specialized=by)
+        _, rows = with_sinks(given, lse2)
+        backward = q, k, v, given["do"], rows.lse2, gates, BRANCH, planned, sequences, scale
+        dq, delta = selected_dq(*backward, o=o, kept=rows.kept, specialized=by)
         found |= {"dq": dq, "delta": delta}
     return found
 
@@ -119,13 +122,22 @@ def test_outputs_and_gradients_are_as_accurate_as_plain_torch(run, number):
     check(by_warps(case, number), gated)
 
 
+@pytest.mark.parametrize("number", [0, 1, 3, 4, 6])
+def test_sinks_take_their_share_as_accurately_as_by_plain_torch(run, number):
+    run(seed=number)
+    case, gated = CASES[number]
+    check(by_warps(replace(case, sink=True), number), gated)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(len(CHOSEN)))
-def test_selected_blocks_are_attended_to_as_accurately_as_by_plain_torch(run, number):
+@pytest.mark.parametrize("sink", [False, True], ids=["plain", "sinks"])
+def test_selected_blocks_are_attended_to_as_accurately_as_by_plain_torch(run, number, sink):
     run(seed=number)
     with torch.device(DEVICE):
-        given = CHOSEN[number].draw()
-        assert_right(CHOSEN[number], given, selected(CHOSEN[number], given))
+        case = replace(CHOSEN[number], sink=sink)
+        given = case.draw()
+        assert_right(case, given, selected(case, given))
 
 
 @pytest.mark.parametrize("number", range(len(SCORED)))
@@ -340,8 +352,8 @@ FAULTS = {
         ("gives values back in flight", "dp = warpgroup_mma_wait(1", "dp = warpgroup_mma_wait(2"),
         ("reads scores in flight", "s = warpgroup_mma_wait(2", "s = warpgroup_mma_wait(3"),
         ("reads the other warpgroup's keys", "SIDE * K_STAGES", "0"),
-        ("takes every tile's first block for the first of all", "n += 1\n            shift",
-         "shift"),
+        ("takes every tile's first block for the first of all", "n += 1\n            if kept",
+         "if kept"),
         ("sums the keys of this step for those before", "k_at.index(before)", "k_at.index(stage)"),
         ("fetches tiles of few keys once", "steps *= rounds", "pass  #"),
         ("takes the second time with the first's delta", "shift = shift + beyond", "pass"),
@@ -499,9 +511,10 @@ def test_asked_for_by_name_they_run_or_say_why_not():
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["warps", "warps-with-sinks"])
 @pytest.mark.parametrize(("shape", "width"), [("main", 128), ("narrow", 64)])
-def test_they_compile_for_hopper_and_no_product_waits_for_the_one_before(shape, width):
-    found = told_by("compiled.py", 90, shape, "warps")["compiled"]
+def test_they_compile_for_hopper_and_no_product_waits_for_the_one_before(shape, width, kind):
+    found = told_by("compiled.py", 90, shape, kind)["compiled"]
     mine = [x for x in found if ".hopper." in x["kernel"]]
     taken = sorted(kernel for kernel, of_width, _ in launches.FASTER if of_width == width)
     assert sorted(x["kernel"].split(".")[-1].removesuffix("_kernel") for x in mine) == taken

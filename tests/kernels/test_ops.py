@@ -25,7 +25,7 @@ dense_and_packed = pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense",
 CHECKS = "test_schema", "test_faketensor"
 
 
-def detached(case=CASE, blocks=False):
+def detached(case=CASE, blocks=False, sinks=False):
     """Flat arguments of `ops.attend` for a case without a learned phi, none of them a leaf."""
     drawn = draw(case, torch.float32, DEVICE)
     (q, k, v, g, config), kwargs = drawn.arguments()
@@ -36,19 +36,22 @@ def detached(case=CASE, blocks=False):
     chosen[..., 1] = -1
     given = q.flatten(0, 1), k_cmp, v_cmp, *flat["slc"], *flat["win"]
     tensors = [x.detach() for x in (*given, g.flatten(0, 1))]
+    tensors.append(torch.randn(q.shape[2], 3, device=DEVICE) if sinks else None)
     return *tensors, chosen if blocks else None, cu, q.shape[0], sizes, 0.25, True
 
 
 @pytest.mark.full
 @dense_and_packed
 @pytest.mark.parametrize("blocks", [False, True], ids=["scored", "handed-in"])
-def test_attend_is_a_sound_operator(case, blocks):
-    torch.library.opcheck(ops.attend.op, detached(case, blocks=blocks), test_utils=CHECKS)
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_attend_is_a_sound_operator(case, blocks, sinks):
+    given = detached(case, blocks=blocks, sinks=sinks)
+    torch.library.opcheck(ops.attend.op, given, test_utils=CHECKS)
 
 
 def test_one_branch_without_gates_shares_no_memory_with_what_its_backward_keeps():
     q, k_cmp, v_cmp, *_, batch, sizes, scale, keep = detached()
-    o, o_cmp, *_ = ops.attend(q, k_cmp, v_cmp, *[None] * 7, batch, sizes, scale, keep)
+    o, o_cmp, *_ = ops.attend(q, k_cmp, v_cmp, *[None] * 8, batch, sizes, scale, keep)
     assert torch.equal(o, o_cmp) and o.data_ptr() != o_cmp.data_ptr()
 
 
@@ -61,10 +64,11 @@ def test_compress_and_select_are_sound_operators(case):
 
 
 @pytest.mark.full
-def test_the_backward_has_the_shapes_that_its_fake_promises():
-    args = detached()
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_the_backward_has_the_shapes_that_its_fake_promises(sinks):
+    args = detached(sinks=sinks)
     o, *kept, blocks = ops.attend(*args)
-    tensors, (_, cu, batch, sizes, scale, _) = args[:8], args[8:]
+    tensors, (_, cu, batch, sizes, scale, _) = args[:9], args[9:]
     for keys in (True, False):
         given = torch.randn_like(o), *tensors, blocks, cu, o, *kept, batch, sizes, scale, keys
         torch.library.opcheck(ops.attend_backward.op, given, test_utils=CHECKS)

@@ -7,7 +7,7 @@ import torch
 from accuracy import assert_same
 from backend_calls import DEVICE
 from kernel_inputs import rows_of
-from selected_cases import BRANCH, Case, Given, assert_right
+from selected_cases import BRANCH, Case, Given, assert_right, with_sinks
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -42,9 +42,11 @@ def ours(case: Case, given: Given, task: int | None = None, **options) -> dict[s
     q, k, v, do, blocks = (given[n] for n in ("q", "k", "v", "do", "blocks"))
     gates, planned = given.get("gates"), plan(blocks, sequences, case.group)
     mixed = {"gates": gates, "branch": BRANCH} | options
-    o, lse2 = selected_forward(q, k, v, planned, sequences, scale, **mixed)
-    backward = q, k, v, do, lse2
-    dq, delta = selected_dq(*backward, gates, BRANCH, planned, sequences, scale, o=o, **options)
+    sink2, _ = with_sinks(given, q.new_empty(0))
+    o, lse2 = selected_forward(q, k, v, planned, sequences, scale, sink2=sink2, **mixed)
+    _, rows = with_sinks(given, lse2)
+    backward, options = (q, k, v, do, rows.lse2), options | {"o": o, "kept": rows.kept}
+    dq, delta = selected_dq(*backward, gates, BRANCH, planned, sequences, scale, **options)
     lookup = inverse(blocks, sequences, task)
     dk, dv = selected_dkdv(*backward, delta, gates, BRANCH, lookup, sequences, scale)
     return {"o": o, "lse2": lse2, "dq": dq, "delta": delta, "dk": dk, "dv": dv}
@@ -73,6 +75,9 @@ CASES = [
     Case((150,), group=16, select_block=100, slots=1),
     Case((5, 0, 1, 30), group=4, kv_heads=2),
     Case((0, 33, 16, 0), group=16, select_block=20, gated=False),
+    Case((33,), group=3, kv_heads=2, sink=True),
+    Case((5, 0, 1, 70), group=16, select_block=20, dtype="fp16", sink=True),
+    Case((70,), group=6, slots=1, gated=False, sink=True),
 ]
 if DEVICE == "cuda":  # what only tensor cores and TMA show
     main = {"group": 16, "dim": 128, "value_dim": 128, "select_block": 64, "slots": 8}

@@ -38,6 +38,14 @@ def test_outputs_and_gradients_are_as_accurate_as_plain_torch(span, number, dtyp
 
 
 @each_span
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_sinks_take_their_share_as_accurately_as_by_plain_torch(span, number):
+    lengths, heads, kv_heads, dim, value_dim, tile = SHAPES[number]
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
+    check(Case(lengths, span, heads, kv_heads, dim, value_dim, dtype, tile, sink=True), number != 2)
+
+
+@each_span
 def test_without_gates_the_weight_is_one(span):
     check(Case((40,), span), gated=False)
 

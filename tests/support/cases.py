@@ -36,12 +36,17 @@ class Case:
     shared: bool = False
     packed: tuple[int, ...] = ()
     compress_rope: bool = False
+    sinks: str = ""  # or "heads", one for all branches, or "branches"
 
     def __str__(self) -> str:
         parts = [f"T{self.tokens}", f"HKV{self.kv_heads}", f"G{self.group}", f"D{self.dim}"]
         parts += [f"DV{self.value_dim}", f"B{self.batch}", self.phi]
         parts += ["shared"] * self.shared + ["packed"] * bool(self.packed)
-        return "-".join(parts + ["rope-after"] * self.compress_rope)
+        return "-".join(
+            parts
+            + ["rope-after"] * self.compress_rope
+            + [f"sinks-of-{self.sinks}"] * bool(self.sinks)
+        )
 
 
 # Odd lengths, groups and head dims, each value at least twice, with D = DV and D != DV.
@@ -102,7 +107,8 @@ class Drawn:
         k = {b: x["k" if case.shared else f"k_{b}"] for b in BRANCHES}
         v = {b: x["v" if case.shared else f"v_{b}"] for b in BRANCHES}
         args = (x["q"], k, v, x["gates"], case.config)
-        return args, {"phi": self._phi(), "cu_seqlens": self.cu_seqlens, "blocks": self.blocks}
+        options = {"phi": self._phi(), "cu_seqlens": self.cu_seqlens, "blocks": self.blocks}
+        return args, options | ({"sinks": x["sinks"]} if case.sinks else {})
 
     def _phi(self) -> Phi:
         rotary = None
@@ -137,6 +143,8 @@ def draw(case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu") ->
         for name, shape in _phi_shapes(case, dim).items():
             fan_in = shape[1] if len(shape) == 3 else 1
             leaves[f"phi_{side}_{name}"] = normal(*shape, scale=fan_in**-0.5)
+    if case.sinks:
+        leaves["sinks"] = normal(heads, *[3] * (case.sinks == "branches"), scale=2.0)
     bounds = torch.tensor([0, *case.packed], dtype=torch.int32, device=device)
     cu_seqlens = bounds.cumsum(0, dtype=torch.int32) if case.packed else None
     return Drawn(case, leaves, cu_seqlens)

@@ -82,7 +82,7 @@ def nothing_is_written() -> None:
     Tensor.new_empty = Tensor.new_zeros
 
 
-def reach_warps(name: str) -> None:
+def reach_warps(name: str, sinks: bool) -> None:
     """Launches what specialized warps ever take of a forward and a backward, and little else."""
     from nsa.kernels import ops
     from nsa.kernels.hopper import launches
@@ -104,13 +104,13 @@ def reach_warps(name: str) -> None:
 
     q, gates = tensor(tokens, heads * group, dim), tensor(tokens, heads * group, 3)
     k, v = tensor(tokens, heads, dim), tensor(tokens, heads, value_dim)
-    given = q, k[:127], v[:127], k, v, k, v, gates
+    given = q, k[:127], v[:127], k, v, k, v, gates, torch.zeros(heads * group, 3) if sinks else None
     where = None, 1, sizes_of(NSAConfig()), dim**-0.5
     o, *kept, blocks = ops.attend(*given, None, *where, True)
     ops.attend_backward(o, *given, blocks, None, o, *kept, *where[1:], True)
 
 
-def reach(name: str, tokens: int, packed: bool, late: bool = False) -> None:
+def reach(name: str, tokens: int, packed: bool, late: bool = False, sinks: bool = False) -> None:
     """Launches every kernel that a forward and a backward of the shape need.
 
     late: of tensors that begin where TMA cannot fetch.
@@ -134,7 +134,7 @@ def reach(name: str, tokens: int, packed: bool, late: bool = False) -> None:
     k_cmp, v_cmp = compress.compress_mean(k, v, *where)
     compress.compress_mean_backward(k_cmp, v_cmp, cu_seqlens, tokens, 1, sizes)
     ops.select(q, k_cmp, *where, scale)
-    given = q, k_cmp, v_cmp, k, v, k, v, gates
+    given = q, k_cmp, v_cmp, k, v, k, v, gates, torch.zeros(q.shape[1], 3) if sinks else None
     o, *kept, blocks = ops.attend(*given, None, *where, scale, True)
     ops.attend_backward(o, *given, blocks, cu_seqlens, o, *kept, 1, sizes, scale, True)
     table, positions = torch.zeros(tokens, dim // 2), torch.arange(tokens) if packed else None
@@ -147,7 +147,9 @@ STEPS = (1, 2, None, "mlp"), (256, 1, 64, "mean")
 FEW = ((2, 1, None, "mean"),)
 
 
-def reach_decode(name: str, tokens: int, architecture: int, steps=STEPS) -> None:
+def reach_decode(
+    name: str, tokens: int, architecture: int, steps=STEPS, sinks: bool = False
+) -> None:
     """Launches every kernel of such decode steps."""
     from nsa.kernels import decode
 
@@ -162,6 +164,7 @@ def reach_decode(name: str, tokens: int, architecture: int, steps=STEPS) -> None
             phi=phi, rotary=phi != "mean", page=page, dtype=dtype, capacity=tokens,
         )  # fmt: skip
         args, kwargs = draw(step).arguments()
+        kwargs["sinks"] = torch.zeros(args[0].shape[2], 3) if sinks else None
         decode.decode(*args, **kwargs, tuned=decode.tuning(call))
 
 
@@ -272,13 +275,15 @@ if __name__ == "__main__":
     target, shape, kind = sys.argv[1:]
     torch.set_num_threads(1)
     binaries = record(int(target))
-    if kind == "warps":
-        reach_warps(shape)
+    sinks = kind.endswith("sinks")
+    if kind.startswith("warps"):
+        reach_warps(shape, sinks)
     else:
         for tokens in (1, 70) if kind == "odd" else TOKENS:
-            reach(shape, tokens, kind == "packed", kind == "odd" and tokens > 1)
+            reach(shape, tokens, kind == "packed", kind == "odd" and tokens > 1, sinks)
+    if shape == "main" and kind in ("dense", "sinks"):
+        reach_decode(shape, TOKENS[-1], int(target), sinks=sinks)
     if (shape, kind) == ("main", "dense"):
-        reach_decode(shape, TOKENS[-1], int(target))
         reach_decode("six", 2944, int(target), FEW)
     compiled = [facts(*found, kind == "odd") for found in binaries.values()]
     print(json.dumps({"compiled": compiled, "kernels": kernels()}))

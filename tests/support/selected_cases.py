@@ -10,7 +10,10 @@ from kernel_inputs import attended, sequences_of
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.kernels.common import LOG2E
 from nsa.kernels.sequences import Sequences
+from nsa.kernels.sinks import Sunk, sunk_rows
+from nsa.reference.attend import without_sink
 from nsa.reference.select import selected_tokens
 
 BRANCH = 1
@@ -32,6 +35,7 @@ class Case:
     slots: int = 3
     dtype: str = "fp32"
     gated: bool = True
+    sink: bool = False
 
     def sequences(self) -> Sequences:
         return sequences_of(self.lengths, NSAConfig(4, 4, self.select_block, select_count=3))
@@ -50,6 +54,8 @@ class Case:
         drawn["blocks"] = torch.randint(-2, most + 2, (tokens, self.kv_heads, self.slots)).int()
         if self.gated:
             drawn["gates"] = torch.rand(tokens, heads, 3).to(DTYPES[self.dtype])
+        if self.sink:
+            drawn["sinks"] = torch.randn(heads, 3)
         return drawn
 
 
@@ -69,11 +75,20 @@ def written_out(case: Case, given: dict[str, Tensor], dtype: torch.dtype) -> dic
         return chosen & (position <= position[:, None])
 
     o, lse = attended(q, k, v, case.lengths, case.lengths, visible, case.dim**-0.5)
+    if case.sink:
+        o = o * without_sink(lse, given["sinks"][:, BRANCH])[..., None]
     o = o * weights[..., None]
-    o.backward(do.detach())
+    o.backward(do.detach().to(o.dtype))
     lse2 = lse.detach() / math.log(2)
     grads = {"dq": q.grad, "dk": k.grad, "dv": v.grad, "delta": weights.grad}
     return {"o": o.detach(), "lse2": lse2, **grads}
+
+
+def with_sinks(given: Given, lse2: Tensor) -> tuple[Tensor | None, Sunk]:
+    """(what a forward takes, what a backward takes) of the branch's sinks, or of none."""
+    sinks, none = given.get("sinks"), lse2[:0]
+    sink2 = None if sinks is None else sinks[:, BRANCH].contiguous() * LOG2E
+    return sink2, sunk_rows(sinks, none, lse2, none)[BRANCH]
 
 
 def assert_right(case: Case, given: dict[str, Tensor], got: dict[str, Tensor]) -> None:

@@ -24,7 +24,10 @@ LEAST = 24  # two compressed keys
 KINDS = {"layer": NSAAttention, "model": LanguageModel}
 # Of each kind (what runs, its backend, its phi, torch.compile's backend).
 CASES = {
-    "calls": [("call", b, "mean", "eager") for b in ("auto", "gather", "sdpa", "masked")],
+    "calls": [
+        *(("call", b, "mean", "eager") for b in ("auto", "gather", "sdpa", "masked")),
+        *(("sinks", b, "mean", "eager") for b in ("auto", "gather")),
+    ],
     "marked": [("call", b, "mean", "eager") for b in ("auto", "masked")],
     "steps": [("layer", "auto", "mlp", "aot_eager"), ("model", "auto", "mean", "aot_eager")],
     "generated": [("layer", "auto", "mean", "inductor")],
@@ -35,8 +38,18 @@ CASES = {
 }
 
 
-def call(backend):
-    return lambda *given: nsa_attention(*given, CONFIG, backend=backend)
+def call(backend, what):
+    """nsa_attention as a function of its tensors; with sinks and the log-sum-exps beside o."""
+    if what == "call":
+        return lambda *given: nsa_attention(*given, CONFIG, backend=backend)
+
+    def with_sinks(*given):
+        options = {"sinks": torch.ones(4), "return_lse": True, "backend": backend}
+        o, lse, combined = nsa_attention(*given, CONFIG, **options)
+        lse = lse.masked_fill(lse.isneginf(), 0.0)
+        return torch.cat([o, lse, combined[..., None]], dim=-1)
+
+    return with_sinks
 
 
 def inputs(kind, length):
@@ -66,7 +79,7 @@ def error(found, wanted):
 def compiled(kind, backend, phi, generator, marked):
     torch._dynamo.reset()
     config = tiny(nsa=CONFIG, backend=backend, phi=phi)
-    model = KINDS[kind](config) if kind in KINDS else call(backend)
+    model = KINDS[kind](config) if kind in KINDS else call(backend, kind)
     counter, errors = CompileCounterWithBackend(generator), []
     function = torch.compile(model, backend=counter, fullgraph=True)
     for length in LENGTHS:

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from nsa.attention import dense
-from nsa.attention.branches import run_with_selected
+from nsa.attention.branches import no_keys, run_with_selected
 from nsa.attention.dense import dense_attention
 from nsa.attention.inputs import Inputs
 from nsa.attention.operator import plain_backward
-from nsa.attention.registry import Backend, Note
+from nsa.attention.registry import Backend, Branches, Note
 from nsa.blocks import Span
 from nsa.config import NSAConfig
 
 
-def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
+def run(inputs: Inputs, note: Note) -> Branches:
+    """(o [B, T, HQ, DV], None) of each branch."""
     from nsa.attention.backends import packed, triton
 
     if triton.why_not(inputs):
@@ -40,17 +40,20 @@ def _chosen_by_kernels(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tens
         return triton.select_blocks(inputs, k_cmp)
 
 
-def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, str]:
+def _attend_span(
+    inputs: Inputs, k: Tensor, v: Tensor, span: Span
+) -> tuple[tuple[Tensor, None], str]:
     q, config, scale = inputs.q, inputs.config, inputs.scale
     if span.lookback is not None:
-        return dense_attention(q, k, v, scale=scale, window=span.lookback)
+        o, library = dense_attention(q, k, v, scale=scale, window=span.lookback)
+        return (o, None), library
     count, kv_heads = k.shape[1:3]
     if count == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3]), "no-keys"
+        return no_keys(inputs), "no-keys"
     grouped = _Moved.apply(q, regroup, ungroup, config, count, kv_heads)
     o, library = dense_attention(grouped, k, v, scale=scale)
     o = _Moved.apply(o, ungroup, regroup, config, q.shape[1], kv_heads)
-    return o, f"{library}-regrouped"
+    return (o, None), f"{library}-regrouped"
 
 
 def regroup(x: Tensor, config: NSAConfig, count: int, kv_heads: int) -> Tensor:
@@ -103,7 +106,13 @@ class _Moved(torch.autograd.Function):
 
 def why_not(inputs: Inputs) -> list[str]:
     """Reasons for which flash-attn does not take the inputs."""
-    return dense.why_not(inputs.q, inputs.value_dim, inputs.scale)
+    reasons = dense.why_not(inputs.q, inputs.value_dim, inputs.scale)
+    if inputs.needs_lse:
+        reasons.append(
+            "flash-attn hands out no log-sum-exp with a gradient, which sinks need, and return_lse "
+            "one of every branch"
+        )
+    return reasons
 
 
 BACKEND = Backend(

@@ -13,7 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from nsa.attention.branches import empty_slots, run_with_selected
+from nsa.attention.branches import empty_slots, no_keys, run_with_selected
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Note
 from nsa.blocks import Span, count_selectable
@@ -26,10 +26,12 @@ def _served(inputs: Inputs) -> str:
     return "flex-compiled" if inputs.q.is_cuda else "flex-uncompiled"
 
 
-def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, str]:
+def _attend_span(
+    inputs: Inputs, k: Tensor, v: Tensor, span: Span
+) -> tuple[tuple[Tensor, Tensor | None], str]:
     q = inputs.q
     if k.shape[1] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3]), _served(inputs)
+        return no_keys(inputs), _served(inputs)
     length, stride = span.length, span.stride
     # Any number past the last key's stands for "no limit".
     reach = (span.lookback or k.shape[1] + 1) * stride
@@ -42,7 +44,7 @@ def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> tuple[Tens
     return _flex(inputs, k, v, visible, tiles[None, None]), _served(inputs)
 
 
-def _attend_selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
+def _attend_selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tensor | None]:
     note("slc", _served(inputs))
     k, v, size, group = inputs.k["slc"], inputs.v["slc"], inputs.config.select_block, inputs.group
     bits = selection_bits(blocks, count_selectable(k.shape[1], inputs.config))
@@ -92,8 +94,10 @@ def span_tiles(span: Span, tokens: int, keys: int, device: torch.device | str = 
     return (column >= low // TILE) & (column * TILE < high)
 
 
-def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor) -> Tensor:
-    from torch.nn.attention.flex_attention import BlockMask
+def _flex(
+    inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
     q = inputs.q
     if not q.is_cuda:
@@ -104,6 +108,7 @@ def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor
     mask = BlockMask.from_kv_blocks(
         held, order, BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=lengths
     )
+    asked = {"return_aux": AuxRequest(lse=True)} if inputs.needs_lse else {}
     # The default of 8 shapes is few for a process that sweeps them; a miss raises, never degrades.
     recompiles = torch._dynamo.config.patch(recompile_limit=256)
     with recompiles, warnings.catch_warnings():
@@ -118,8 +123,12 @@ def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor
             enable_gqa=inputs.group > 1,
             # The decoding kernel that "AUTO" takes for short T has no choice for some groups.
             kernel_options={"BACKEND": "TRITON"},
+            **asked,
         )
-    return o.transpose(1, 2)
+    if not asked:
+        return o.transpose(1, 2), None
+    o, aux = o
+    return o.transpose(1, 2), aux.lse.transpose(1, 2)
 
 
 @cache

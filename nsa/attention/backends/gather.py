@@ -23,15 +23,18 @@ from nsa.attention.transforms import FIRST
 ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
-def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
+def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tensor | None]:
     note("slc", "gather-chunks")
     q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
-    return _GatherAttention(q, k, v, blocks, inputs.config.select_block, inputs.scale)
+    given = q, k, v, blocks, inputs.config.select_block, inputs.scale
+    if not inputs.needs_lse:
+        return _GatherAttention(*given), None
+    return _GatherAttention.with_lse(*given)
 
 
 @operator("gather_attention")
 class _GatherAttention:
-    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV]."""
+    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV], lse."""
 
     @staticmethod
     def forward(
@@ -56,6 +59,7 @@ class _GatherAttention:
     @staticmethod
     def backward(
         do: Tensor,
+        dlse: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -76,6 +80,8 @@ class _GatherAttention:
             dprobs = dot(do_rows, _take(v, index).transpose(1, 2))
             # Equal to sum(do * o), but nothing of o was rounded, and o need not be kept.
             delta = (probs * dprobs).sum(-1, keepdim=True)
+            if dlse is not None:
+                delta -= dlse[:, rows].reshape(*queries.shape[:2], 1)
             dscores = (probs * (dprobs - delta) * scale).to(q.dtype)
             dq[:, rows] = dot(dscores, keys).reshape_as(dq[:, rows])
             _add(dk, index, dot(dscores.transpose(1, 2), queries))

@@ -5,20 +5,18 @@ in fp32, for the backward pass: the simplest code and the steepest memory. The p
 torch's, so in fp16 it overflows beyond 65504 before the scale is applied.
 """
 
-from torch import Tensor
-
 from nsa.attention.branches import visible_by_branch
 from nsa.attention.inputs import Inputs
-from nsa.attention.registry import Backend, Note
+from nsa.attention.registry import Backend, Branches, Note
 from nsa.attention.transforms import ALL
 from nsa.reference.attend import attend
 
 
-def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
+def run(inputs: Inputs, note: Note) -> Branches:
+    """(o [B, T, HQ, DV], lse) of each branch."""
     outputs = {}
     for branch, k, v, visible in visible_by_branch(inputs, note):
-        outputs[branch], _ = attend(inputs.q, k, v, visible, inputs.scale)
+        outputs[branch] = attend(inputs.q, k, v, visible, inputs.scale)
         note(branch, "dense-mask-matmul")
     return outputs
 

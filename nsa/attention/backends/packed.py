@@ -25,11 +25,15 @@ ROWS = 64  # queries in a tile
 ELEMENTS = 1 << 23  # query, key and score elements of the tiles that are held at once
 
 
-def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
-    """o [B, T, HQ, DV] of the selected branch for blocks [B, T, HKV, N]."""
+def selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tensor | None]:
+    """(o [B, T, HQ, DV], lse [B, T, HQ] if needed) of the selected branch for blocks."""
     note("slc", "packed-tiles")
     q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
-    return _PackedAttention(q, k, v, blocks, inputs.config.select_block, inputs.scale)
+    given = q, k, v, blocks, inputs.config.select_block, inputs.scale
+    if not inputs.needs_lse:
+        return _PackedAttention(*given), None
+    o, lse = _PackedAttention.with_lse(*given)
+    return o, lse.view(q.shape[:3])
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class _Tiles:
 
 @operator("packed_attention")
 class _PackedAttention:
-    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV].
+    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV], lse.
 
     The backward takes its row sums from o before it is rounded, and that is kept if it is.
     """
@@ -85,6 +89,7 @@ class _PackedAttention:
     @staticmethod
     def backward(
         do: Tensor,
+        dlse: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -98,6 +103,8 @@ class _PackedAttention:
         queries, keys, values = _flat(q, group), _flat(k), _flat(v)
         douts = _flat(do, group)
         delta = (douts.to(accumulate) * o.reshape(douts.shape)).sum(-1)  # [B*T*HKV, G]
+        if dlse is not None:
+            delta -= dlse
         dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulate) for x in (queries, keys, values))
         plan = _invert(blocks, k.shape[1], size)
         for tiles in _chunks(plan, blocks, q, k, v, size):

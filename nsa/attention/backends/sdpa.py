@@ -3,6 +3,7 @@
 Holds a T x T boolean mask for every head of a group and every branch (times the KV heads for the
 selected branch); where no fused kernel takes a mask, torch itself holds T x T scores for every
 head as well. Torch chooses among its kernels; "sdpa:math" and the like have that one or decline.
+None of them gives a log-sum-exp: for return_lse or sinks scores are made once more, T x T.
 """
 
 import warnings
@@ -17,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.attention import transforms
 from nsa.attention.branches import visible_by_branch
 from nsa.attention.inputs import Inputs
-from nsa.attention.registry import Backend, Declined, Note
+from nsa.attention.registry import Backend, Branches, Declined, Note
+from nsa.reference.attend import log_sum_exp
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -62,11 +64,13 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, **options) -> str:
     return _NAMES.get(choice, f"kernel {choice}")
 
 
-def run(inputs: Inputs, note: Note, kernel: str = "") -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
+def run(inputs: Inputs, note: Note, kernel: str = "") -> Branches:
+    """(o [B, T, HQ, DV], lse) of each branch."""
     outputs = {}
     for branch, k, v, visible in visible_by_branch(inputs, note):
-        outputs[branch], served = _attend(inputs, k, v, visible, kernel)
+        o, served = _attend(inputs, k, v, visible, kernel)
+        needed = inputs.needs_lse
+        outputs[branch] = o, log_sum_exp(inputs.q, k, visible, inputs.scale) if needed else None
         note(branch, served)
     return outputs
 

@@ -14,25 +14,26 @@ from torch import Tensor
 
 from nsa.attention.branches import compressed, pool
 from nsa.attention.inputs import Inputs
-from nsa.attention.registry import Backend, Note
+from nsa.attention.registry import Backend, Branches, Note
 from nsa.attention.span import wide
 from nsa.attention.transforms import ALL, VMAP
 from nsa.blocks import compressed_span, count_selectable, window_span
 
 
-def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
+def run(inputs: Inputs, note: Note) -> Branches:
+    """(o [B, T, HQ, DV], lse) of each branch."""
     config, dtype = inputs.config, inputs.q.dtype
     k_cmp, v_cmp = compressed(inputs)
     # A key's gradient is the sum of one small part a token: in bf16 that sum would lose them.
     q, k_cmp, v_cmp = (x if x is None else x.to(wide(dtype)) for x in (inputs.q, k_cmp, v_cmp))
     k, v = ({b: x[b].to(wide(dtype)) for b in inputs.branches} for x in (inputs.k, inputs.v))
-    rows: dict[str, list[Tensor]] = {branch: [] for branch in inputs.branches}
+    rows: dict[str, list[tuple[Tensor, Tensor | None]]] = {branch: [] for branch in inputs.branches}
+    needed = inputs.needs_lse
     for t in range(q.shape[1]):
         q_t = q[:, t].unflatten(1, (inputs.kv_heads, -1))  # [B, HKV, G, D]
         if "cmp" in rows:
             ended = slice(*compressed_span(config).seen(t))
-            rows["cmp"].append(_attend(q_t, k_cmp[:, ended], v_cmp[:, ended], inputs.scale))
+            rows["cmp"].append(_attend(q_t, k_cmp[:, ended], v_cmp[:, ended], inputs.scale, needed))
         if "slc" in rows:
             if inputs.blocks is None:
                 blocks = _select(q_t, k_cmp, t, inputs)
@@ -42,21 +43,37 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
             rows["slc"].append(_attend_blocks(q_t, k["slc"], v["slc"], blocks, t, inputs))
         if "win" in rows:
             newest = slice(*window_span(config).seen(t))
-            rows["win"].append(_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale))
+            rows["win"].append(
+                _attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale, needed)
+            )
         for branch in rows:
             note(branch, "one-token")
-    return {b: torch.stack(o, dim=1).flatten(2, 3).to(dtype) for b, o in rows.items()}
+    by_token = {branch: zip(*found, strict=True) for branch, found in rows.items()}
+    stacked = {b: tuple(map(_stacked, each)) for b, each in by_token.items()}
+    return {b: (o.to(dtype), lse) for b, (o, lse) in stacked.items()}
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One query a head, q [B, HKV, G, D], against every one of k, v [B, S, HKV, *]."""
+def _stacked(rows: tuple[Tensor | None, ...]) -> Tensor | None:
+    """[B, T, HQ, ...] of a [B, HKV, G, ...] a token; None of none."""
+    return None if rows[0] is None else torch.stack(rows, dim=1).flatten(2, 3)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, needs_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(o, lse) of one query a head, q [B, HKV, G, D], against every one of k, v [B, S, HKV, *]."""
+    lse = _scores(q, k, scale).logsumexp(-1) if needs_lse else None
     if k.shape[1] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3])
-    return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale), v)
+        return q.new_zeros(*q.shape[:3], v.shape[3]), lse
+    return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale), v), lse
 
 
 def _probs(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return (torch.einsum("bhgd,bshd->bhgs", q, k) * scale).softmax(-1)
+    return _scores(q, k, scale).softmax(-1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return torch.einsum("bhgd,bshd->bhgs", q, k) * scale
 
 
 @torch.no_grad()
@@ -74,20 +91,24 @@ def _select(q: Tensor, k_cmp: Tensor, t: int, inputs: Inputs) -> Tensor:
 
 def _attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, t: int, inputs: Inputs
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """The selected branch at token t: each sequence and KV head has keys of its own to stack."""
-    size, rows = inputs.config.select_block, []
+    size, needed, rows = inputs.config.select_block, inputs.needs_lse, []
     for b, h in product(range(q.shape[0]), range(q.shape[1])):
         starts = [s for j in chosen(blocks[b, h], t, size) if 0 <= (s := j * size) <= t]
+        q_h = q[b : b + 1, h : h + 1]
         if not starts:
-            rows.append(q.new_zeros(q.shape[2], v.shape[3]))
+            rows.append(_attend(q_h, k[:1, :0, :1], v[:1, :0, :1], inputs.scale, needed))
             continue
         keys, values = (
             torch.cat([x[b, s : min(s + size, t + 1), h] for s in starts]) for x in (k, v)
         )
-        q_h, keys, values = q[b : b + 1, h : h + 1], keys[None, :, None], values[None, :, None]
-        rows.append(_attend(q_h, keys, values, inputs.scale)[0, 0])
-    return torch.stack(rows).unflatten(0, q.shape[:2])
+        keys, values = keys[None, :, None], values[None, :, None]
+        rows.append(_attend(q_h, keys, values, inputs.scale, needed))
+    o, lse = zip(*rows, strict=True)
+    whole = (None if x[0] is None else torch.cat(x).view(*q.shape[:3], -1) for x in (o, lse))
+    o, lse = whole
+    return o, None if lse is None else lse.squeeze(-1)
 
 
 def chosen(blocks: Tensor, t: int, size: int) -> list[int]:

@@ -5,6 +5,7 @@ for the GPU. For tests without one, Triton's interpreter runs the same kernels (
 """
 
 import importlib.util
+import math
 import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.attention.inputs import Inputs
-from nsa.attention.registry import Backend, Note
+from nsa.attention.registry import Backend, Branches, Note
 from nsa.attention.span import wide
 from nsa.blocks import count_compressed
 from nsa.config import NSAConfig
@@ -34,19 +35,20 @@ GRAIN = 8  # head dims are padded to a multiple: 16 bytes in 16-bit types
 SOUND = 64
 
 
-def fused(inputs: Inputs, note: Note) -> Tensor:
-    """The gated sum o [B, T, HQ, DV], packed sequences included."""
+def fused(inputs: Inputs, note: Note) -> tuple[Tensor, dict[str, Tensor]]:
+    """(the gated sum o [B, T, HQ, DV], lse by branch), packed sequences included."""
     for branch in inputs.branches:
         note(branch, "triton")
     return _attend(inputs, inputs.branches, inputs.gates.flatten(0, 1), compressed(inputs), note)
 
 
-def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
+def run(inputs: Inputs, note: Note) -> Branches:
+    """(o [B, T, HQ, DV], sinks and all, lse [B, T, HQ] if `return_lse`) of each branch."""
     given = compressed(inputs)
     for branch in inputs.branches:
         note(branch, "triton")
-    return {b: _attend(inputs, (b,), None, given, note) for b in inputs.branches}
+    found = {b: _attend(inputs, (b,), None, given, note) for b in inputs.branches}
+    return {b: (o, lse.get(b)) for b, (o, lse) in found.items()}
 
 
 def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
@@ -60,10 +62,10 @@ def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
     return blocks.unflatten(0, q.shape[:2])
 
 
-def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
-    """o [B, T, HQ, DV] of the selected branch for blocks [B, T, HKV, N]."""
+def selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, None]:
+    """(o [B, T, HQ, DV], None) of the selected branch for blocks [B, T, HKV, N]."""
     note("slc", "triton")
-    return _attend(inputs, ("slc",), None, (None, None), lambda *_: None, blocks)
+    return _attend(inputs, ("slc",), None, (None, None), lambda *_: None, blocks)[0], None
 
 
 def _attend(
@@ -73,7 +75,7 @@ def _attend(
     given: tuple[Tensor | None, Tensor | None],
     note: Note,
     blocks: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, dict[str, Tensor]]:
     from nsa.kernels import ops
     from nsa.kernels.registration import sizes_of
 
@@ -90,11 +92,16 @@ def _attend(
     tensors = [x if x is None else _flat(x) for x in (_padded(q), *sum(pairs, ()))]
     if blocks is not None:
         blocks = blocks.flatten(0, 1).int().contiguous() if "slc" in branches else None
-    learned = any(x is not None and x.requires_grad for x in (*tensors, gates))
-    keep = learned and torch.is_grad_enabled()
+    learned = any(x is not None and x.requires_grad for x in (*tensors, gates, inputs.sinks))
+    keep = (learned and torch.is_grad_enabled()) or inputs.return_lse
     plain = q.shape[0], sizes_of(inputs.config), scale, keep
-    o = ops.attend(*tensors, gates, blocks, inputs.cu_seqlens, *plain)[0]
-    return o[..., : inputs.value_dim].unflatten(0, q.shape[:2])
+    found = ops.attend(*tensors, gates, inputs.sinks, blocks, inputs.cu_seqlens, *plain)
+    o = found[0][..., : inputs.value_dim].unflatten(0, q.shape[:2])
+    if not inputs.return_lse:
+        return o, {}
+    of_cmp, of_win, of_slc = found[4:7]
+    lse2 = {"cmp": of_cmp.t(), "slc": of_slc, "win": of_win.t()}
+    return o, {b: (lse2[b] * math.log(2)).unflatten(0, q.shape[:2]) for b in branches}
 
 
 def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:

@@ -111,9 +111,9 @@ MUTANTS = {
         ("window", "sequential", 64),
         "the window's cache keeps the newest w tokens of the whole sequence, positions do not",
         SEQUENTIAL,
-        '_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale)',
+        '_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale, needed)',
         '_attend(q_t, k["win"][:, -config.window :][:, newest], '
-        'v["win"][:, -config.window :][:, newest], inputs.scale)',
+        'v["win"][:, -config.window :][:, newest], inputs.scale, needed)',
         FACTS + "test_no_query_sees_the_future_also_when_the_window_is_shorter_than_the_sequence",
     ),
     "scores-see-the-future": Mutant(

@@ -25,7 +25,7 @@ GIB = 2**30
 GATES = {"gate", "gate_temperature", "gate_init", "stopgrad_gates"}
 # What means nothing to a model, by the names of --set.
 UNUSED_BY = {
-    "attention=dense": GATES | {"nsa", "phi", "compress_rope", "shared_kv"},
+    "attention=dense": GATES | {"nsa", "phi", "compress_rope", "shared_kv", "sinks"},
     "force_branch=cmp": GATES | {"nsa.window"},
     "force_branch=slc": GATES | {"nsa.window"},
     "force_branch=win": GATES | {"phi", "compress_rope"},

@@ -58,7 +58,7 @@ def _sum_queries(
     queries, fetched, ones, v_rows, rows, gated, dq, strides, place, total, scales = given
     q_at, do_at, q_full, q_empty = queries
     k_at, v_at, full, empty = fetched
-    lse2, delta = rows
+    lse2, delta, kept = rows
     gates, dgates = gated
     scale, scale2 = scales
     of_values, of_gates, of_dgates, of_dq = strides
@@ -163,9 +163,13 @@ def _sum_queries(
         if MAKE_DELTA:
             p_rounded = gl.sum(sum_rounded, 1)  # as often as there are columns
             rounded = gl.sum(delta_rounded, 1) / gl.where(p_rounded == 0, 1.0, p_rounded)
+            if kept is not None:
+                share = gl.load(kept + at_row, mask=t < tokens, other=0.0)
+                rounded = gl.convert_layout(rounded, by_row) * share - shift * (1.0 - share)
+                shift = shift * share
             rounded = gl.convert_layout(rounded, by_sum)
             acc -= rounded[:, None] * plain
-            # Probabilities add up to 1.
+            # Probabilities add up to 1, or to their share.
             delta_rows = delta_sums + shift
             gl.store(delta + at_row, delta_rows, mask=t < tokens)
             if dgates is not None:
@@ -186,7 +190,8 @@ def _sum_queries(
 
 @gluon.jit
 def dq_kernel(
-    q, k, v, do, v_rows, lse2, delta, gates, dgates, dq, strides, place, total, scale, scale2,
+    q, k, v, do, v_rows, lse2, delta, kept, gates, dgates, dq, strides, place, total, scale,
+    scale2,
     SIZES: gl.constexpr, SPAN: gl.constexpr, BRANCH: gl.constexpr, STAGES: gl.constexpr,
     MAKE_DELTA: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
@@ -210,7 +215,7 @@ def dq_kernel(
 
     queries = q_at, do_at, q_full, q_empty
     fetched = k_at, v_at, full, empty
-    rows, gated, scales = (lse2, delta), (gates, dgates), (scale, scale2)
+    rows, gated, scales = (lse2, delta, kept), (gates, dgates), (scale, scale2)
     given = queries, fetched, ones, v_rows, rows, gated, dq, strides, place, total, scales
     gl.warp_specialize(
         [

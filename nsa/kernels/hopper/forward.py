@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.common import fixed_point, truncated, weighed
+from nsa.kernels.common import fixed_point, sunk, truncated, weighed
 from nsa.kernels.hopper.parts import (
     fetch_queries,
     fetch_step,
@@ -53,7 +53,7 @@ def _attend(
     q_at, q_full, q_empty = queries
     k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
     o, o_unit, lse2 = out
-    gates, base_o, base_unit = mix
+    gates, base_o, base_unit, sink2 = mix
     of_o, of_gates, of_base = strides
     tokens, keys = place[0], place[1]
     M: gl.constexpr = q_at.shape[3]
@@ -134,6 +134,8 @@ def _attend(
         total = gl.where(m == float("-inf"), 1.0, total)
         kept = gl.where(m == float("-inf"), 1.0, kept)
         gl.store(lse2 + wide_head * total_rows + start + t, m + gl.log2(total), mask=t < tokens)
+        if sink2 is not None:
+            kept = sunk(kept, m + gl.log2(total), gl.load(sink2 + head))
         acc = acc / gl.convert_layout(kept, by_sum)[:, None]
         rows = first + gl.arange(0, M, by_sum)
         statistics = wide_head * total_rows + start + rows
@@ -161,7 +163,7 @@ def _attend(
 
 @gluon.jit
 def forward_kernel(
-    q, k, v, o, o_unit, lse2, gates, base_o, base_unit, strides, place, total, scale2,
+    q, k, v, o, o_unit, lse2, gates, base_o, base_unit, sink2, strides, place, total, scale2,
     SIZES: gl.constexpr, SPAN: gl.constexpr, BRANCH: gl.constexpr, BASE_BRANCH: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -180,7 +182,7 @@ def forward_kernel(
 
     queries = q_at, q_full, q_empty
     fetched = k_at, v_at, k_full, k_empty, v_full, v_empty
-    out, mix = (o, o_unit, lse2), (gates, base_o, base_unit)
+    out, mix = (o, o_unit, lse2), (gates, base_o, base_unit, sink2)
     given = queries, fetched, out, mix, strides, place, total, scale2
     gl.warp_specialize(
         [

@@ -222,7 +222,7 @@ def launch_dkdv(
 
 def launch_dq(
     operands: Sequence[Tensor],
-    rows: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor, Tensor | None],
     gated: tuple[Tensor | None, Tensor | None, int],
     dq: Tensor,
     span: Span,
@@ -234,9 +234,9 @@ def launch_dq(
     add: bool,
     tile: Tile,
 ) -> None:
-    """dq [tokens, HQ, D] of operands q, k, v, do; rows: lse2, delta; gated: gates, dgates, branch.
+    """dq [tokens, HQ, D] of operands q, k, v, do; rows: lse2, delta, kept.
 
-    make_delta, add: as `span_bwd_kernels.dq_kernel`.
+    gated: gates, dgates, branch. make_delta, add: as `span_bwd_kernels.dq_kernel`.
     """
     from nsa.kernels.hopper.dq import dq_kernel
 
@@ -297,7 +297,7 @@ def launch_scores(
 def launch_forward(
     operands: Sequence[Tensor],
     out: tuple[Tensor, Tensor | None, Tensor],
-    mix: tuple[Tensor | None, int, Tensor | None, int | None, Tensor | None],
+    mix: tuple,
     span: Span,
     tokens: Axis,
     keys: Axis,
@@ -306,18 +306,18 @@ def launch_forward(
 ) -> None:
     """o [tokens, HQ, DV], its unit and lse2 [HQ, tokens], `out`, of operands q, k, v.
 
-    mix: gates, branch, base, its branch and its unit, as `span_fwd.span_forward` takes them.
+    mix: gates, branch, base, its branch, its unit, and sink2, as `span_fwd.span_forward` has them.
     """
     from nsa.kernels.hopper.forward import forward_kernel
 
     q, k, v = operands
-    gates, branch, base, base_branch, base_unit = mix
+    gates, branch, base, base_branch, base_unit, sink2 = mix
     total, heads, dim = q.shape
     tiles = tokens.tile_count(tile.rows)
     launch(
         forward_kernel, (min(tiles * heads, processors(q.device)),),
         _tiles(q, tokens, tile.rows // 2), _tiles(k, keys, tile.keys), _tiles(v, keys, tile.keys),
-        *out, gates, base, base_unit,
+        *out, gates, base, base_unit, sink2,
         tuple(None if x is None else x.stride() for x in (out[0], gates, base)),
         (tokens.length, keys.length, tiles, tiles * heads), total, scale * LOG2E,
         SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
@@ -339,7 +339,7 @@ def _by_tiles(plan: Plan, sequences: Sequences, k: Tensor) -> tuple[tuple[int], 
 def launch_selected(
     operands: Sequence[Tensor],
     out: tuple[Tensor, Tensor | None, Tensor],
-    mix: tuple[Tensor | None, int, Tensor | None, int | None, Tensor | None],
+    mix: tuple,
     plan: Plan,
     sequences: Sequences,
     scale: float,
@@ -352,13 +352,13 @@ def launch_selected(
     from nsa.kernels.hopper.selected import selected_kernel
 
     q, k, v = operands
-    gates, branch, base, base_branch, base_unit = mix
+    gates, branch, base, base_branch, base_unit, sink2 = mix
     grid, walked, group = _by_tiles(plan, sequences, k)
     tokens = sequences.tokens
     launch(
         selected_kernel, grid,
         q, _tiles(k, tokens, tile.keys), _tiles(v, tokens, tile.keys), *out, gates, base, base_unit,
-        tuple(None if x is None else x.stride() for x in (q, out[0], gates, base)),
+        sink2, tuple(None if x is None else x.stride() for x in (q, out[0], gates, base)),
         *walked, q.shape[0], scale * LOG2E, ROWS=tile.rows, TILE=group,
         BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
         num_warps=tile.warps,
@@ -367,7 +367,7 @@ def launch_selected(
 
 def launch_selected_dq(
     operands: Sequence[Tensor],
-    statistics: tuple[Tensor, Sequence[Tensor], Sequence[int]],
+    statistics: tuple[Tensor, Tensor | None, Sequence[Tensor], Sequence[int]],
     gated: tuple[Tensor | None, Tensor | None, int],
     out: tuple[Tensor, Tensor],
     plan: Plan,
@@ -379,20 +379,20 @@ def launch_selected_dq(
 ) -> None:
     """dq [tokens, HQ, D] and delta [tokens, HQ], `out`, of operands q, k, v, do, o, rest.
 
-    statistics: lse2, and deltas of the other branches, OTHERS; gated: gates, dgates, branch.
+    statistics: lse2, kept, and deltas of the other branches, OTHERS; gated: gates, dgates, branch.
     tile.stages: of keys; of values there is one less.
     """
     from nsa.kernels.hopper.selected_dq import selected_dq_kernel
 
     q, k, v, do, o, rest = operands
-    lse2, deltas, others = statistics
+    lse2, kept, deltas, others = statistics
     gates, dgates, branch = gated
     grid, walked, group = _by_tiles(plan, sequences, k)
     tokens = sequences.tokens
     launch(
         selected_dq_kernel, grid,
         q, _tiles(k, tokens, tile.keys), _tiles(v, tokens, tile.keys), do, o, rest,
-        lse2, tuple(deltas), gates, dgates, *out,
+        lse2, kept, tuple(deltas), gates, dgates, *out,
         tuple(None if x is None else x.stride() for x in (q, do, o, gates, dgates, out[0])),
         *walked, (q.shape[0], scale, scale * LOG2E), ROWS=tile.rows, TILE=group,
         BRANCH=branch, OTHERS=tuple(others), ADD=add, K_STAGES=tile.stages,

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.common import in_units, rest_of, truncated
+from nsa.kernels.common import in_units, rest_of, sunk, truncated
 from nsa.kernels.hopper.parts import fetch_step, ring, room, wide
 from nsa.kernels.selected import rounds
 
@@ -106,7 +106,7 @@ def _attend(
     q, q_at, fetched, out, mix, strides, place, union, total_rows, scale2 = given
     k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
     o, rest, lse2 = out
-    gates, base_o, base_unit = mix
+    gates, base_o, base_unit, sink2 = mix
     of_q, of_o, of_gates, of_base = strides
     tokens, kv_heads = place[0], place[2]
     M: gl.constexpr = q_at.shape[1]
@@ -185,7 +185,10 @@ def _attend(
         total = gl.where(m == float("-inf"), 1.0, total)
         kept = gl.where(m == float("-inf"), 1.0, kept)
         at_lse2 = lse2 + (start + token) * (kv_heads * HEADS) + heads
-        gl.store(at_lse2, m + gl.log2(total), mask=valid)
+        lse2_rows = m + gl.log2(total)
+        gl.store(at_lse2, lse2_rows, mask=valid)
+        if sink2 is not None:
+            kept = sunk(kept, lse2_rows, gl.load(sink2 + heads))
         factor = 1.0 / kept
         at_gates = gates
         if gates is not None:
@@ -230,8 +233,8 @@ def _attend(
 
 @gluon.jit
 def selected_kernel(
-    q, k, v, o, rest, lse2, gates, base_o, base_unit, strides, place, union, total_rows, scale2,
-    ROWS: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr, BASE_BRANCH: gl.constexpr,
+    q, k, v, o, rest, lse2, gates, base_o, base_unit, sink2, strides, place, union, total_rows,
+    scale2, ROWS: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr, BASE_BRANCH: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """`selected_fwd._selected_forward` of dense sequences; strides: of q, o, gates and base_o.
@@ -246,7 +249,7 @@ def selected_kernel(
     k_full, k_empty = ring(2 * STAGES, 1)
     v_full, v_empty = ring(2 * STAGES, 1)
     fetched = k_at, v_at, k_full, k_empty, v_full, v_empty
-    out, mix = (o, rest, lse2), (gates, base_o, base_unit)
+    out, mix = (o, rest, lse2), (gates, base_o, base_unit, sink2)
     given = q, q_at, fetched, out, mix, strides, place, union, total_rows, scale2
     gl.warp_specialize(
         [

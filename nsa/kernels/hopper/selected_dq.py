@@ -35,7 +35,7 @@ def _sum_queries(
     q, do, o, rest = rows
     q_at, do_at = held
     k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
-    lse2, deltas = statistics
+    lse2, kept, deltas = statistics
     gates, dgates = gated
     dq, delta = out
     of_q, of_do, of_o, of_gates, of_dgates, of_dq = strides
@@ -88,6 +88,8 @@ def _sum_queries(
             gl.convert_layout(product, by_row), gates, deltas, start + token, heads, valid,
             sees_any, of_gates, total, BRANCH, OTHERS,
         )  # fmt: skip
+        if kept is not None:
+            share = gl.load(kept + at_row, mask=valid, other=0.0)
         acc = gl.zeros([M, D], gl.float32, sums)
         for _ in range(rounds(first, N, TILE.slots, TILE.tokens)):
             acc = gl.zeros([M, D], gl.float32, sums)
@@ -133,7 +135,9 @@ def _sum_queries(
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(k_empty.index(stage))
             n += 1
-            shift = shift + beyond  # probabilities add up to 1
+            if kept is not None:
+                shift = shift * share
+            shift = shift + beyond  # probabilities add up to 1, or to their share
 
         gl.store(delta + at_row, shift, mask=valid)
         if dgates is not None:
@@ -152,8 +156,8 @@ def _sum_queries(
 
 @gluon.jit
 def selected_dq_kernel(
-    q, k, v, do, o, rest, lse2, deltas, gates, dgates, dq, delta, strides, place, union, sizes,
-    ROWS: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr, OTHERS: gl.constexpr,
+    q, k, v, do, o, rest, lse2, kept, deltas, gates, dgates, dq, delta, strides, place, union,
+    sizes, ROWS: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr, OTHERS: gl.constexpr,
     ADD: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """`selected_dq._selected_dq` of dense sequences; strides: of q, do, o, gates, dgates and dq.
@@ -168,7 +172,7 @@ def selected_dq_kernel(
     k_full, k_empty = ring(2 * K_STAGES, 1)
     v_full, v_empty = ring(2 * V_STAGES, 1)
     fetched = k_at, v_at, k_full, k_empty, v_full, v_empty
-    rows, held, statistics = (q, do, o, rest), (q_at, do_at), (lse2, deltas)
+    rows, held, statistics = (q, do, o, rest), (q_at, do_at), (lse2, kept, deltas)
     gated, out = (gates, dgates), (dq, delta)
     given = rows, held, fetched, statistics, gated, out, strides, place, union, sizes
     gl.warp_specialize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.attention import registry
+from nsa.attention.api import branches_of
 from nsa.attention.branches import select_blocks
 from nsa.attention.inputs import Inputs, checked
 from nsa.attention.span import wide
@@ -131,7 +132,7 @@ def look(
             selected = distances(inputs.blocks, inputs.config)
             selected += keys_attended(inputs.blocks, inputs.config)
         norms = dict.fromkeys(BRANCHES, nan)
-        for branch, o in backend.run(inputs, lambda *_: None).items():
+        for branch, o in branches_of(backend, inputs, lambda *_: None)[0].items():
             norms[branch] = torch.linalg.vector_norm(o, dim=-1, dtype=wide(o.dtype)).mean()
         found = [*gate_statistics(inputs.gates), *selected, *norms.values()]
         return torch.stack([value.float() for value in found])
