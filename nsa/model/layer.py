@@ -290,7 +290,9 @@ class NSAAttention(nn.Module):
         config = self.config
         if x.ndim != 3 or x.shape[2] != config.dim:
             raise ValueError(f"x must be [B, T, {config.dim}], got shape {tuple(x.shape)}")
-        if x.dtype != (held := self.q_proj.weight.dtype) and self._computes_in(held, x.device):
+        # What stands in a linear layer's place may have no weight, or a function of that name.
+        held = getattr(getattr(self.q_proj, "weight", None), "dtype", x.dtype)
+        if x.dtype != held and self._computes_in(held, x.device):
             raise ValueError(
                 f"x is {x.dtype} and the layer's weights are {held}; layer.to(x.dtype), "
                 "x.to(weight.dtype) or torch.autocast makes them agree"
