@@ -1,7 +1,9 @@
 """The sizes of Native Sparse Attention (arXiv 2502.11089), validated."""
 
 import math
+import operator
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,7 @@ class NSAConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{field.name}={value!r} is not an int")
+            object.__setattr__(self, field.name, as_int(field.name, getattr(self, field.name)))
         for name in ("compress_block", "compress_stride", "select_block", "select_count", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -53,6 +53,31 @@ class NSAConfig:
                 f"{self.select_initial} and select_local={self.select_local}; it must be "
                 f"at least {forced}"
             )
+
+
+def as_int(name: str, value: Any) -> int:
+    """`value` as an int, also of NumPy's integers. TypeError for what is none, a bool included."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name}={value!r} is not an int")
+
+
+def other_than(wanted: str, given: object) -> str:
+    """What an error says of a config that is no `wanted`: where it is from, and what would do."""
+    kind = type(given)
+    home = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    if hasattr(given, "model_config"):  # of transformers
+        held = "config.model_config()" + (".nsa" if wanted == "NSAConfig" else "")
+    elif wanted == "ModelConfig":
+        held = "model.config" if isinstance(given, NSAConfig) else ""
+    else:
+        held = "config.nsa" if isinstance(getattr(given, "nsa", None), NSAConfig) else ""
+    article = "an" if wanted == "NSAConfig" else "a"
+    text = f"must be {article} {wanted}, got a {home}{kind.__qualname__}"
+    return f"{text}; {held} is one" if held else text
 
 
 def _check_multiple(name: str, value: int, stride: int, most: float = math.inf) -> None:

@@ -1,7 +1,6 @@
 """The operation: checks its inputs once, asks a backend for the branches, mixes by the gates."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch import Tensor
 from nsa.attention import registry, witness
 from nsa.attention.inputs import Inputs, check_blocks, checked
 from nsa.attention.span import wide
+from nsa.attention.transforms import VMAP, active, without_autocast
 from nsa.config import NSAConfig
 from nsa.reference.compress import Phi
 from nsa.reference.nsa import BRANCHES, combine, sunk
@@ -68,6 +68,8 @@ def nsa_attention(
     options = {"phi": phi, "cu_seqlens": cu_seqlens, "blocks": blocks}
     options |= {"sinks": sinks, "return_lse": return_lse}
     inputs = checked(q, k, v, gates, config, **options, branches=branches, scale=scale)
+    if strict and VMAP in active():
+        raise ValueError("vmap has no values for strict=True to look at; strict=False would do")
     if strict and blocks is not None:
         for sequence in [inputs] if cu_seqlens is None else inputs.sequences():
             check_blocks(sequence)
@@ -75,11 +77,7 @@ def nsa_attention(
     if strict and not torch.compiler.is_compiling():
         chosen.first_use(inputs)
     notes: list[tuple[str, str]] = []
-    # Autocast would round the fp32 scores that softmax needs.
-    device, off = q.device.type, nullcontext()
-    if torch.is_autocast_enabled(device):
-        off = torch.autocast(device, enabled=False)
-    with off:
+    with without_autocast(q.device):
         if chosen.fused is None or strict:
             outputs, lse = branches_of(chosen, inputs, lambda *note: notes.append(note))
             if strict:
@@ -100,7 +98,15 @@ def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
     """What `auto` would take for a call of `nsa_attention`, and why those before it declined.
 
     `options` are phi, cu_seqlens, blocks, branches, scale, sinks and return_lse, as there.
+    TypeError for others.
     """
+    known = ("phi", "cu_seqlens", "blocks", "branches", "scale", "sinks", "return_lse")
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"explain takes no {name!r}, for it tells what backend='auto' takes: its options "
+                f"are {', '.join(known)}"
+            )
     return str(registry.choose(checked(q, k, v, gates, config, **options)))
 
 
@@ -110,7 +116,7 @@ def _backend(name: str, inputs: Inputs) -> tuple[registry.Backend, dict[str, lis
         choice = registry.choose(inputs)
         return choice.backend, choice.declined
     backend = registry.get(name)
-    if reasons := "; ".join(backend.why_not(inputs)):
+    if reasons := "; ".join(backend.declines(inputs)):
         raise registry.Declined(f"backend {name!r} does not take these inputs: {reasons}")
     return backend, {}
 

@@ -1,17 +1,21 @@
 """What the torch backends share of the branches: selection, runs of keys, dense masks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.attention.inputs import Inputs
+from nsa.attention.operator import operator
 from nsa.attention.registry import Branches, Note
 from nsa.attention.span import probs_from, span_attention, span_chunks, span_scores, wide
+from nsa.attention.transforms import active
 from nsa.blocks import Span, compressed_span, count_selectable, overlap_band, window_span
 from nsa.config import NSAConfig
-from nsa.reference.compress import compress_keys, compress_values
+from nsa.reference.compress import PhiWeights, compress_keys, compress_values
 from nsa.reference.nsa import compressed_visible, window_visible
 from nsa.reference.select import select, selected_tokens
 
@@ -22,17 +26,33 @@ def select_blocks(q: Tensor, k_cmp: Tensor, config: NSAConfig, scale: float) -> 
 
     q is [B, T, HQ, D] and k_cmp [B, C, HKV, D]. No gradient flows through the selection.
     """
-    span = compressed_span(config)
-    shape = (*q.shape[:2], k_cmp.shape[2], config.select_count)
-    blocks = torch.empty(shape, dtype=torch.int32, device=q.device)
-    for rows, keys in span_chunks(q, span):
-        # [B*HKV, G, M, S], then [B*HKV, M, S]
-        scores = span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)
-        p_cmp = probs_from(scores, torch.logsumexp(scores, dim=-1)).sum(1)
-        importance = pool(p_cmp, count_selectable(rows.stop, config), config)
-        importance = importance.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
-        blocks[:, rows] = select(importance, config, first_position=rows.start)
-    return blocks
+    return _Selection(q, k_cmp, [getattr(config, field.name) for field in fields(config)], scale)
+
+
+@operator("selection")
+class _Selection:
+    @staticmethod
+    def forward(q: Tensor, k_cmp: Tensor, sizes: Sequence[int], scale: float) -> Tensor:
+        config = _config(*sizes)
+        blocks, span = _Selection.parts.shapes(q, k_cmp, sizes), compressed_span(config)
+        for rows, keys in span_chunks(q, span):
+            # [B*HKV, G, M, S], then [B*HKV, M, S]
+            scores = span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)
+            p_cmp = probs_from(scores, torch.logsumexp(scores, dim=-1)).sum(1)
+            importance = pool(p_cmp, count_selectable(rows.stop, config), config)
+            importance = importance.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+            blocks[:, rows] = select(importance, config, first_position=rows.start)
+        return blocks
+
+    @staticmethod
+    def shapes(q: Tensor, k_cmp: Tensor, sizes: Sequence[int], *scale: float) -> Tensor:
+        shape = *q.shape[:2], k_cmp.shape[2], _config(*sizes).select_count
+        return q.new_empty(shape, dtype=torch.int32)
+
+
+@lru_cache(maxsize=256)
+def _config(*sizes: int) -> NSAConfig:
+    return NSAConfig(*sizes)
 
 
 def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:
@@ -48,10 +68,32 @@ def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:
 def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     """(k_cmp, v_cmp) [B, C, HKV, *]; None for what nobody asked for."""
     k, v, phi, config = inputs.k.get("cmp"), inputs.v.get("cmp"), inputs.phi, inputs.config
+    by = by_convolution if torch.compiler.is_exporting() or active() else None
     return (
-        None if k is None else compress_keys(k, phi, config),
-        None if v is None else compress_values(v, phi, config),
+        None if k is None else compress_keys(k, phi, config, by),
+        None if v is None else compress_values(v, phi, config, by),
     )
+
+
+def by_convolution(x: Tensor, kind: str, weights: PhiWeights, config: NSAConfig) -> Tensor:
+    """`compress` for torch.export, which cannot prove that other products' shapes hold for every
+    number of blocks, and for torch.func, whose vmap is slow on `unfold`."""
+    if x.shape[1] < config.compress_block:
+        return x[:, :0]
+    heads, stride = x.shape[2], config.compress_stride
+    rows = x.flatten(2).transpose(1, 2)
+    if kind == "mean":
+        means = F.avg_pool1d(rows, config.compress_block, stride)
+        return means.transpose(1, 2).unflatten(2, (heads, -1))
+    bias = (weights.position.flatten(1)[:, None] @ weights.weight1).flatten()
+    bias = bias if weights.bias1 is None else bias + weights.bias1.flatten()
+    kernel = weights.weight1.unflatten(1, (config.compress_block, -1))  # [HKV, l, D, HIDDEN]
+    kernel = kernel.permute(0, 3, 2, 1).flatten(0, 1)
+    hidden = F.conv1d(rows, kernel, bias, stride, groups=heads)  # [B, HKV*HIDDEN, C]
+    if kind == "mlp":
+        kernel = weights.weight2.transpose(1, 2).flatten(0, 1)[..., None]
+        hidden = F.conv1d(F.gelu(hidden), kernel, weights.bias2.flatten(), groups=heads)
+    return hidden.transpose(1, 2).unflatten(2, (heads, -1))
 
 
 def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
@@ -60,6 +102,8 @@ def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
         return inputs.blocks
     note("score", "score-chunks")
     blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
+    if torch.compiler.is_compiling():  # compiled code would be of such few tokens alone
+        return blocks
     return blocks[..., : count_selectable(inputs.q.shape[1], inputs.config)]
 
 

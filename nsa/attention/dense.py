@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nsa.attention.span import plain_backward
+from nsa.attention.operator import plain_backward
 
 DTYPES = (torch.bfloat16, torch.float16)
 GRAIN = 8  # head dims are padded to a multiple: 16 bytes

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from nsa.blocks import count_compressed, count_selectable
-from nsa.config import NSAConfig
+from nsa.config import NSAConfig, other_than
 from nsa.reference.compress import Phi
 from nsa.reference.nsa import BRANCHES
 
@@ -89,7 +90,7 @@ def checked(
     if not branches or not set(given) <= set(BRANCHES):
         raise ValueError(f"branches={given!r}; choose at least one of {BRANCHES}")
     if not isinstance(config, NSAConfig):
-        raise ValueError(f"config must be an NSAConfig, got a {type(config).__name__}")
+        raise ValueError(f"config {other_than('NSAConfig', config)}")
     check_tensor("q", q, "[B, T, HQ, D]")
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, HQ, D], got shape {tuple(q.shape)}")
@@ -253,6 +254,10 @@ def sequence_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
         )
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return ()  # the values are on the GPU, and neither may wait for it
+    if cu_seqlens.is_meta:
+        return (0, q.shape[1])  # which tells as much of shapes as any
+    if is_batchedtensor(cu_seqlens):
+        raise ValueError("cu_seqlens is vmapped and cannot be; give one for all calls")
     bounds = cu_seqlens.tolist()
     rising = all(a <= b for a, b in pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != q.shape[1] or not rising:

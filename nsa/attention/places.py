@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.attention.inputs import DTYPES
 from nsa.blocks import count_compressed
-from nsa.config import NSAConfig
+from nsa.config import NSAConfig, as_int, other_than
 from nsa.reference.nsa import BRANCHES
 
 RING_GRAIN = 16  # rings are rounded up to a multiple
@@ -43,9 +43,9 @@ class CacheShape:
 
     def __post_init__(self) -> None:
         for name in ("batch", "capacity", "kv_heads", "dim", "value_dim", "slack"):
-            _check_size(name, getattr(self, name))
+            object.__setattr__(self, name, _size(name, getattr(self, name)))
         if not isinstance(self.config, NSAConfig):
-            raise ValueError(f"config must be an NSAConfig, got a {type(self.config).__name__}")
+            raise ValueError(f"config {other_than('NSAConfig', self.config)}")
         if self.dtype not in DTYPES:
             would = ", ".join(map(str, DTYPES))
             raise ValueError(f"dtype={self.dtype} is no dtype of a cache; these would do: {would}")
@@ -58,7 +58,7 @@ class CacheShape:
         if self.page is None and self.pages is not None:
             raise ValueError(f"pages={self.pages} needs a page size; page={block} would do")
         if self.page is not None:
-            _check_size("page", self.page)
+            object.__setattr__(self, "page", _size("page", self.page))
             if self.page % block:
                 below = self.page // block * block
                 near = [n for n in (below, below + block) if n]
@@ -69,7 +69,7 @@ class CacheShape:
         whole = self.page or block
         object.__setattr__(self, "capacity", -(-self.capacity // whole) * whole)
         if self.pages is not None:
-            _check_size("pages", self.pages)
+            object.__setattr__(self, "pages", _size("pages", self.pages))
 
     @property
     def page_size(self) -> int:
@@ -344,9 +344,14 @@ class Places:
         return self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _check_size(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def _size(name: str, value: object) -> int:
+    try:
+        size = as_int(name, value)
+    except TypeError:
+        size = 0
+    if size < 1:
         raise ValueError(f"{name}={value!r} must be an int of at least 1")
+    return size
 
 
 def _ring(tokens: int) -> int:

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from torch import Tensor
 
-from nsa.attention import measured
+from nsa.attention import measured, transforms
 from nsa.attention.inputs import Inputs
 from nsa.spelling import nearest
 
@@ -39,6 +39,15 @@ class Backend:
     fused: Callable[[Inputs, Note], tuple[Tensor, dict[str, Tensor]]] | None = None
     # What strict mode asks before it computes: raises where this device computes something else.
     first_use: Callable[[Inputs], None] = lambda inputs: None
+    transforms: frozenset[str] = frozenset()  # those of torch.func that it has
+
+    def declines(self, inputs: Inputs) -> list[str]:
+        """Every reason for which it can't compute a call, where torch.func transforms it too."""
+        if lacking := sorted(transforms.active() - self.transforms):
+            able = [one.name for one in backends() if one.transforms >= transforms.active()]
+            named = ", ".join(lacking)
+            return [f"has no {named} of torch.func; {', '.join(map(repr, able))} can"]
+        return self.why_not(inputs)
 
 
 # The order in which `auto` prefers them where nothing was measured.
@@ -110,7 +119,7 @@ def choose(inputs: Inputs) -> Choice:
         by_name = {backend.name: backend for backend in preferred}
         preferred = [by_name[name] for name in ranking.order(list(by_name))]
     for backend in preferred:
-        reasons = [*backend.why_not(inputs), *backend.not_for_auto(inputs)]
+        reasons = [*backend.declines(inputs), *backend.not_for_auto(inputs)]
         if not reasons:
             return Choice(backend, declined, ranking)
         declined[backend.name] = reasons

@@ -5,34 +5,15 @@ many at a time that their scores fill about ELEMENTS elements, so memory beyond 
 is bounded, not T x T.
 """
 
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from nsa.attention.operator import operator
 from nsa.blocks import Span
 
 ELEMENTS = 1 << 22  # scores held at once; the more, the fewer and larger the launches
-
-
-def plain_backward(backward: Callable) -> Callable:
-    """A Function's backward that keeps its own dtypes under autocast and refuses create_graph.
-
-    What it saved beside its inputs has no graph: a second derivative would be wrong in silence.
-    """
-
-    @wraps(backward)
-    def run(ctx, do, *others):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "this backend has no second derivative (create_graph=True); "
-                "backend='masked' and 'sequential' have one"
-            )
-        with torch.autocast(do.device.type, enabled=False):
-            return backward(ctx, do, *others)
-
-    return run
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -72,8 +53,8 @@ def span_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """(o [B, T, HQ, DV], lse [B, T, HQ] if needed) for q [B, T, HQ, D], k and v [B, S, HKV, *]."""
     if not needs_lse:
-        return _SpanAttention.apply(q, k, v, span, scale, False), None
-    o, lse = _SpanAttention.apply(q, k, v, span, scale, True)  # lse [B*HKV, G, T]
+        return _SpanAttention(q, k, v, *span, scale), None
+    o, lse = _SpanAttention.with_lse(q, k, v, *span, scale)  # lse [B*HKV, G, T]
     return o, lse.unflatten(0, (q.shape[0], -1)).flatten(1, 2).transpose(1, 2)
 
 
@@ -98,33 +79,56 @@ def span_scores(q: Tensor, k: Tensor, span: Span, scale: float, first: int) -> T
     return scores.masked_fill(hidden, float("-inf"))
 
 
-class _SpanAttention(torch.autograd.Function):
+@operator("span_attention")
+class _SpanAttention:
     @staticmethod
-    def forward(ctx, q, k, v, span, scale, needs_lse):
-        batch, tokens, heads, _ = q.shape
-        kv_heads = k.shape[2]
-        o = q.new_empty(batch, tokens, heads, v.shape[3])
-        lse = q.new_empty(batch * kv_heads, heads // kv_heads, tokens, dtype=wide(q.dtype))
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        length: int,
+        stride: int,
+        lookback: int | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        span = Span(length, stride, lookback)
+        batch, kv_heads = q.shape[0], k.shape[2]
+        o, lse = _SpanAttention.parts.shapes(q, k, v)
         for rows, keys in span_chunks(q, span):
             scores = span_scores(q[:, rows], k[:, keys], span, scale, rows.start)
             lse[..., rows] = torch.logsumexp(scores, dim=-1)
             probs = probs_from(scores, lse[..., rows]).to(v.dtype).flatten(1, 2)
             values = dot(probs, by_kv_head(v[:, keys], kv_heads))
             o[:, rows] = by_query(values, batch, kv_heads, rows.stop - rows.start)
-        ctx.save_for_backward(q, k, v, lse)
-        ctx.span, ctx.scale = span, scale
-        return (o, lse) if needs_lse else o
+        return o, lse
 
     @staticmethod
-    @plain_backward
-    def backward(ctx, do, dlse=None):
-        q, k, v, lse = ctx.saved_tensors
+    def shapes(q: Tensor, k: Tensor, v: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
+        batch, tokens, heads, _ = q.shape
+        o = q.new_empty(batch, tokens, heads, v.shape[3])
+        rows = batch * k.shape[2], heads // k.shape[2], tokens
+        return o, q.new_empty(rows, dtype=wide(q.dtype))
+
+    @staticmethod
+    def backward(
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        length: int,
+        stride: int,
+        lookback: int | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        span = Span(length, stride, lookback)
         batch, kv_heads = q.shape[0], k.shape[2]
-        dq, accumulate = torch.empty_like(q), wide(q.dtype)
+        dq, accumulate = q.new_empty(q.shape), wide(q.dtype)
         dk, dv = (x.new_zeros(batch * kv_heads, *x.shape[1::2], dtype=accumulate) for x in (k, v))
-        for rows, keys in span_chunks(q, ctx.span):
+        for rows, keys in span_chunks(q, span):
             count = rows.stop - rows.start
-            scores = span_scores(q[:, rows], k[:, keys], ctx.span, ctx.scale, rows.start)
+            scores = span_scores(q[:, rows], k[:, keys], span, scale, rows.start)
             probs = probs_from(scores, lse[..., rows]).flatten(1, 2)
             do_rows = by_kv_head(do[:, rows], kv_heads)
             dprobs = dot(do_rows, by_kv_head(v[:, keys], kv_heads).transpose(1, 2))
@@ -132,13 +136,13 @@ class _SpanAttention(torch.autograd.Function):
             delta = (probs * dprobs).sum(-1, keepdim=True)
             if dlse is not None:
                 delta -= dlse[..., rows].flatten(1)[..., None]
-            dscores = (probs * (dprobs - delta) * ctx.scale).to(q.dtype)
+            dscores = (probs * (dprobs - delta) * scale).to(q.dtype)
             dq_rows = dot(dscores, by_kv_head(k[:, keys], kv_heads))
             dq[:, rows] = by_query(dq_rows, batch, kv_heads, count)
             dk[:, keys] += dot(dscores.transpose(1, 2), by_kv_head(q[:, rows], kv_heads))
             dv[:, keys] += dot(probs.to(v.dtype).transpose(1, 2), do_rows)
         dk, dv = (x.unflatten(0, (batch, kv_heads)).transpose(1, 2) for x in (dk, dv))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq, k.new_empty(k.shape).copy_(dk), v.new_empty(v.shape).copy_(dv)
 
 
 def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:

@@ -126,9 +126,9 @@ def saw_output(o: Tensor) -> None:
     """Tells every open witness whether an output holds a non-finite value, without a sync on a GPU.
 
     There the warning waits until a witness is read; on a CPU it comes at once. A subclass of Tensor
-    (FakeTensor, say), or one on "meta", may have no values to look at.
+    (FakeTensor, say), one on "meta" or one under torch.func may have no values to look at.
     """
-    if type(o) is not Tensor or o.is_meta:
+    if type(o) is not Tensor or o.is_meta or torch._C._are_functorch_transforms_active():
         return
     # A CUDA graph's replays go unseen, and its capture must not leave tensors of its memory here.
     if o.is_cuda and torch.cuda.is_current_stream_capturing():

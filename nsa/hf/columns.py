@@ -52,7 +52,8 @@ def check_mask(
     if mask is None:
         return None
     new, before = given.shape[1], cache.columns if cache is not None else 0
-    wanted = [(given.shape[0], n) for n in dict.fromkeys((before + new, new))]
+    lengths = (before + new, new) if before else (new,)  # a set of them would be of one T alone
+    wanted = [(given.shape[0], n) for n in lengths]
     if not isinstance(mask, Tensor) or tuple(mask.shape) not in wanted:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         reason = ""

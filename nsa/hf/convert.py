@@ -31,7 +31,16 @@ LAYER = {
 }
 # Fields of ModelConfig that are NSA's own, so that a Llama says nothing of them.
 OWN = (
-    *("name", "phi", "gate", "gate_temperature", "gate_init", "compress_rope", "shared_kv"),
+    *(
+        "name",
+        "phi",
+        "gate",
+        "gate_temperature",
+        "gate_init",
+        "compress_rope",
+        "shared_kv",
+        "sinks",
+    ),
     *("force_branch", "stopgrad_gates", "backend", "strict", "checkpoint", "max_tokens"),
 )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa.attention.cache import LayerCache
 from nsa.attention.decode import names
 from nsa.attention.places import CacheShape, Places
-from nsa.model.config import ModelConfig
+from nsa.model.config import ModelConfig, check_config
 from nsa.model.pages import Pages
 from nsa.model.reads import by_branch, keys_read
 from nsa.model.rotary import Rotary, next_positions
@@ -44,6 +44,7 @@ class NSACache:
         backend: who decodes, see `nsa.attention.decode.nsa_decode`.
 
     Raises:
+        TypeError: a config that is no ModelConfig.
         ValueError: sizes that do not fit, dense attention, a backend that is none.
     """
 
@@ -60,6 +61,7 @@ class NSACache:
         slack: int = 16,
         backend: str = "auto",
     ) -> None:
+        check_config(config)
         choice("backend", backend, ("auto", *names()))
         sizes = {"dtype": dtype, "page": page, "pages": pages, "slack": slack}
         self.config, self.shape = config, shape_of(config, batch, capacity, **sizes)

@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import isfinite
 from typing import Any
 
-from nsa.config import NSAConfig
+from nsa.config import NSAConfig, as_int, other_than
 from nsa.reference.compress import PHI_KINDS
 from nsa.reference.gate import GATE_KINDS
 from nsa.reference.nsa import BRANCHES
@@ -24,6 +24,8 @@ class ModelConfig:
     it. The backend's name is checked where a layer is built, because only the registry knows the
     names.
 
+    phi "mlp" has a GELU between its two matrices; the paper says "MLP" and names none.
+
     Raises:
         TypeError: a size that is not an int, a switch that is not a bool, a name that is not text.
         ValueError: values that are unknown or do not fit; the message says what would do.
@@ -40,7 +42,7 @@ class ModelConfig:
     mlp_hidden: int | None = None  # None: see `mlp_size`
     attention: str = "nsa"  # or "dense": causal over all tokens, one K/V projection
     nsa: NSAConfig = field(default_factory=NSAConfig)
-    phi: str = "mean"
+    phi: str = "mean"  # or "linear", or "mlp"
     gate: str = "sigmoid"  # or "linear", "softmax", or "uniform": 1/3 each, without parameters
     gate_temperature: float = 1.0  # the gate's logits are divided by it
     gate_init: str = "xavier"  # the gate's last matrix: gain 0.1, or "zero"
@@ -61,14 +63,15 @@ class ModelConfig:
         if not isinstance(self.name, str):
             raise TypeError(f"name={self.name!r} is not a str")
         for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "vocab"):
-            check_int(name, getattr(self, name))
+            keep_int(self, name)
         for name in ("value_dim", "mlp_hidden", "max_tokens"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name))
+                keep_int(self, name)
         for name in ("shared_kv", "stopgrad_gates", "strict"):
             check_bool(name, getattr(self, name))
         if not isinstance(self.nsa, NSAConfig):
-            raise TypeError(f"nsa={self.nsa!r} is not an NSAConfig")
+            must = other_than("NSAConfig", self.nsa)
+            raise TypeError(f"nsa={self.nsa!r} is not a config of sizes: {must}")
         if self.heads % self.kv_heads:
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise ValueError(
@@ -159,12 +162,23 @@ def layer_range(text: str, layers: int) -> range:
     return chosen
 
 
-def check_int(name: str, value: Any, least: int = 1) -> None:
-    """Raises TypeError for what is no int, a bool included, and ValueError below `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is not an int")
+def check_int(name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int, see `as_int`; raises ValueError below `least`."""
+    value = as_int(name, value)
     if value < least:
         raise ValueError(f"{name}={value} must be at least {least}")
+    return value
+
+
+def keep_int(owner: Any, name: str, least: int = 1) -> None:
+    """Makes a field of a frozen dataclass an int, as `check_int` does."""
+    object.__setattr__(owner, name, check_int(name, getattr(owner, name), least))
+
+
+def check_config(config: Any) -> None:
+    """Raises TypeError for what is no ModelConfig, and says which config holds one."""
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"config {other_than('ModelConfig', config)}")
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -14,6 +14,7 @@ from nsa.attention import registry
 from nsa.attention.api import nsa_attention
 from nsa.attention.cache import LayerCache
 from nsa.attention.decode import nsa_decode
+from nsa.attention.transforms import autocast_dtype
 from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig, check_int
 from nsa.model.names import rename_on_load
@@ -90,14 +91,14 @@ def layer_config(
 ) -> ModelConfig:
     """The config of one layer in a model of any other make; see NSAAttention. ValueError for an
     option that a layer does not have, and for sizes that do not fit."""
-    if heads is None:
-        raise ValueError(f"NSAAttention(dim={dim!r}) needs heads as well, as NSAAttention(256, 8)")
     for name in options:
         if name not in OPTIONS:
             theirs = {field.name for field in fields(NSAConfig)}
             hint = f"config=NSAConfig({name}=...) has it" if name in theirs else None
-            hint = hint or nearest(name, OPTIONS)
+            hint = hint or nearest(name, (*OPTIONS, "dim", "heads", "kv_heads", "config"))
             raise ValueError(f"NSAAttention has no option {name!r}; {hint}")
+    if heads is None:
+        raise ValueError(f"NSAAttention(dim={dim!r}) needs heads as well, as NSAAttention(256, 8)")
     for name, value in (("dim", dim), ("heads", heads)):
         check_int(name, value)
     if options.get("head_dim") is None:
@@ -232,6 +233,12 @@ class NSAAttention(nn.Module):
         are attended to by this layer's own backend, all others by `decode`, see `nsa_decode`.
         `advance` False leaves the lengths to a model, whose layers share them.
         """
+        if rotary is not None and not isinstance(rotary, Rotary):
+            raise TypeError(
+                f"rotary is a {type(rotary).__name__} and must be a nsa.model.rotary.Rotary or "
+                "None, and cu_seqlens the borders [N + 1] of packed sequences or None; queries, "
+                "keys and values are all made of x: layer(x)"
+            )
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError(
@@ -286,6 +293,13 @@ class NSAAttention(nn.Module):
         config = self.config
         if x.ndim != 3 or x.shape[2] != config.dim:
             raise ValueError(f"x must be [B, T, {config.dim}], got shape {tuple(x.shape)}")
+        # What stands in a linear layer's place may have no weight, or a function of that name.
+        held = getattr(getattr(self.q_proj, "weight", None), "dtype", x.dtype)
+        if x.dtype != held and self._computes_in(held, x.device):
+            raise ValueError(
+                f"x is {x.dtype} and the layer's weights are {held}; layer.to(x.dtype), "
+                "x.to(weight.dtype) or torch.autocast makes them agree"
+            )
         rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
         branches = (config.force_branch,) if config.force_branch else BRANCHES
         projections = self.projections(x, branches)
@@ -297,6 +311,11 @@ class NSAAttention(nn.Module):
         if self.sinks is not None:
             chosen["sinks"] = self.sinks.view(-1, 3)
         return {"q": q, "k": k, "v": v, "gates": self.gates(x, q), **chosen}
+
+    def _computes_in(self, held: torch.dtype, device: torch.device) -> bool:
+        """Whether no other dtype than its weights' will do."""
+        plain = _is_plain(self.q_proj) and type(self.q_proj.weight) is nn.Parameter
+        return plain and held.is_floating_point and autocast_dtype(device) is None
 
     def projections(self, x: Float[Tensor, "B T E"], branches: tuple[str, ...]) -> Projections:
         """`q`, `k SOURCE` and `v SOURCE`, not rotated; a source is a branch, or `shared`."""

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from nsa.attention.transforms import autocast_dtype
 from nsa.attention.witness import where
-from nsa.model.config import ModelConfig, layer_range
+from nsa.model.config import ModelConfig, check_config, layer_range
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.layer import NSAAttention, draw
 from nsa.model.names import rename_on_load
@@ -219,6 +220,7 @@ class LanguageModel(Decoder):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        check_config(config)
         self.config = config
         self.build(config)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
@@ -302,9 +304,8 @@ def naming_strangers(vocab: int, name: str, ids: Tensor) -> Iterator[None]:
 def in_autocast_dtype(x: Tensor) -> Tensor:
     """x in the dtype in which autocast will compute. Autocast alone would cast it once for each
     projection that reads it, and keep each copy for the backward."""
-    if torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None else x.to(dtype)
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -40,7 +40,8 @@ class LinearPhi(LearnedPhi):
 
 
 class MLPPhi(LearnedPhi):
-    """The paper's learnable MLP with position encoding; its hidden width is the head's own.
+    """The paper's learnable MLP with position encoding: linear, GELU (the paper names no
+    nonlinearity), linear; its hidden width is the head's own.
 
     Matrices start Xavier-uniform, positions from a normal of 0.02, biases at 0.
     """

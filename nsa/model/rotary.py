@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nsa.attention.backends import triton
+from nsa.attention.transforms import active
 from nsa.model.config import ModelConfig
 from nsa.reference.rotary import rotary_tables, rotate
 
@@ -40,6 +41,7 @@ def has_kernel(x: Tensor) -> bool:
         and triton.INSTALLED
         and x.dtype in triton.DTYPES
         and not torch.compiler.is_compiling()
+        and not active()
         and torch.cuda.get_device_capability(x.device) >= triton.CAPABILITY
     )
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from nsa.model.config import check_int, check_number
+from nsa.model.config import check_number, keep_int
 from nsa.model.data import generator
 
 
@@ -33,9 +33,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, least=0.0)
-        check_int("seed", self.seed, 0)
+        keep_int(self, "seed", 0)
         if self.top_k is not None:
-            check_int("top_k", self.top_k)
+            keep_int(self, "top_k")
         if self.top_p is not None:
             check_number("top_p", self.top_p, above=0.0)
             if self.top_p > 1.0:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from nsa.model.config import check_int
+from nsa.model.config import keep_int
 from nsa.model.data import EVALUATION, IGNORED, Batch, Data, Device, check_sizes, generator
 from nsa.model.train_config import autocast
 
@@ -39,7 +39,7 @@ class Task:
 
     def check_ints(self, **least: int) -> None:
         for name, smallest in {"seed": 0, **least}.items():
-            check_int(name, getattr(self, name), smallest)
+            keep_int(self, name, smallest)
 
 
 def scored(ids: Int64[Tensor, "B T1"], answers: Int64[Tensor, "B S"], device: Device) -> Batch:

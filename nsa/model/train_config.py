@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.model.config import check_bool, check_complete, check_int, check_names, check_number
+from nsa.model.config import check_bool, check_complete, check_names, check_number, keep_int
 from nsa.spelling import choice
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,10 +42,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "warmup_steps", "accumulate"):
-            check_int(name, getattr(self, name))
+            keep_int(self, name)
         for name, least in (("steps", 1), ("seed", 0)):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), least)
+                keep_int(self, name, least)
         for name in ("compile", "cuda_graph"):
             check_bool(name, getattr(self, name))
         check_number("lr", self.lr, above=0.0)

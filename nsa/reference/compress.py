@@ -1,5 +1,6 @@
 """phi: one compressed key or value from l tokens (Eq. 7)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,8 @@ PHI_KINDS = ("mean", "linear", "mlp")
 class PhiWeights:
     """The learned part of phi, per KV head. `weight1` is [HKV, l*D, D] for linear.
 
-    For mlp the shapes are weight1 [HKV, l*D, HIDDEN], bias1 [HKV, HIDDEN],
-    weight2 [HKV, HIDDEN, D], bias2 [HKV, D]; position is [HKV, l, D] for both.
+    For mlp, with a GELU between its matrices, the shapes are weight1 [HKV, l*D, HIDDEN],
+    bias1 [HKV, HIDDEN], weight2 [HKV, HIDDEN, D], bias2 [HKV, D]; position is [HKV, l, D] for both.
     """
 
     position: Tensor
@@ -56,10 +57,10 @@ class Phi:
 
 
 def compress_keys(
-    k: Float[Tensor, "B T HKV D"], phi: Phi, config: NSAConfig
+    k: Float[Tensor, "B T HKV D"], phi: Phi, config: NSAConfig, by: Callable | None = None
 ) -> Float[Tensor, "B C HKV D"]:
-    """The keys of the compressed branch."""
-    compressed = compress(k, phi.kind, phi.key, config)
+    """The keys of the compressed branch; `by` stands for `compress`."""
+    compressed = (by or compress)(k, phi.kind, phi.key, config)
     if phi.rotary is None:
         return compressed
     starts = torch.arange(compressed.shape[1], device=k.device) * config.compress_stride
@@ -67,10 +68,10 @@ def compress_keys(
 
 
 def compress_values(
-    v: Float[Tensor, "B T HKV DV"], phi: Phi, config: NSAConfig
+    v: Float[Tensor, "B T HKV DV"], phi: Phi, config: NSAConfig, by: Callable | None = None
 ) -> Float[Tensor, "B C HKV DV"]:
-    """The values of the compressed branch."""
-    return compress(v, phi.kind, phi.value, config)
+    """The values of the compressed branch; `by` stands for `compress`."""
+    return (by or compress)(v, phi.kind, phi.value, config)
 
 
 def compress(

@@ -106,7 +106,7 @@ def test_scores_and_the_selected_branch_are_our_kernels_where_those_run(stand_in
     def selected(inputs, given, note):
         handed.append(given)
         note("slc", "triton")
-        return torch.zeros_like(inputs.q)
+        return torch.zeros_like(inputs.q), None
 
     monkeypatch.setattr(triton, "why_not", lambda inputs: [])
     monkeypatch.setattr(triton, "select_blocks", lambda inputs, k_cmp: blocks)

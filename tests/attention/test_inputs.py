@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from cases import TINY, Case, draw
+from tiny_models import tiny
 
 from nsa.attention import registry
 from nsa.attention.api import nsa_attention
@@ -59,6 +61,12 @@ def test_a_size_that_is_not_an_int_is_refused(value):
         NSAConfig(compress_block=value)
 
 
+def test_a_size_may_be_an_int_of_numpys_and_is_kept_as_pythons():
+    config = NSAConfig(window=np.int64(8), compress_block=np.uint8(16))
+    assert config == NSAConfig(window=8, compress_block=16)
+    assert type(config.window) is type(config.compress_block) is int
+
+
 def test_a_config_cannot_be_changed_into_an_illegal_one():
     with pytest.raises(ValueError, match="no room"):
         replace(TINY, select_count=1)
@@ -104,6 +112,7 @@ REFUSED = [
     ({"v": None}, "v is a NoneType and must be a tensor or a mapping with one for each"),
     ({"q": None}, r"q is a NoneType and must be a tensor \[B, T, HQ, D\]"),
     ({"config": None}, "config must be an NSAConfig, got a NoneType"),
+    ({"config": tiny()}, r"got a nsa.model.config.ModelConfig; config.nsa is one"),
     ({"k": of(20, 2, 16)}, "wanted"),
     ({"v": of(2, 20, 2, 16)}, r"v\['cmp'\] has shape"),
     ({"v": of(1, 20, 1, 16)}, "k has 2 KV heads and v has 1"),

@@ -125,6 +125,12 @@ def test_what_cannot_be_foretold_is_one_line_and_exit_code_2(words, message, cap
     assert told.startswith("nsa: ") and message in told and told.count("\n") == 1
 
 
+def test_our_kernels_are_foretold_where_triton_is_and_else_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("nsa.attention.backends.triton.INSTALLED", False)
+    assert cli.main(["estimate", *TINY[:-1], "backend=triton"]) == 2
+    assert "need Triton, but no GPU: pip install 'nsa[triton]'" in capsys.readouterr().err
+
+
 def test_the_training_of_a_run_is_taken_and_changed(pretended, tmp_path):
     model = preset("smoke", layers=2, backend="packed", nsa={"window": 64})
     train = TrainConfig(batch=4, tokens=128, precision="bf16", steps=3)

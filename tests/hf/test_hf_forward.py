@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+from places import SUPPORT
+from processes import environment_with_package
 from tiny_models import tiny, tokens
 
 pytest.importorskip("transformers")
@@ -74,6 +76,19 @@ def test_a_loss_counts_each_token_that_another_stands_before(model, side):
     assert found.past_key_values is None
     by_count = model(ids, attention_mask=mask, labels=ids, num_items_in_batch=torch.tensor(7)).loss
     torch.testing.assert_close(by_count, sum(losses) / 7, check_dtype=False)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_compiled_for_growing_lengths_with_padding_it_is_two_graphs():
+    command, environment = (
+        [sys.executable, SUPPORT / "traced_padding.py"],
+        environment_with_package(),
+    )
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["graphs"] == 2 and found["error"] < 1e-5
 
 
 def test_packed_sequences_do_not_see_each_other(model):

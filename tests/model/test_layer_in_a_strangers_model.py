@@ -1,10 +1,15 @@
 """NSAAttention in a model that knows nothing of this package: a GPT's block."""
 
 import copy
+import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
+from places import SUPPORT
+from processes import environment_with_package
 from torch import nn
 from torch.nn import functional as F
 
@@ -123,6 +128,35 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do(given, options, me
     # of a wrong type jaxtyping's hook says so first, in its own words
     with pytest.raises((ValueError, TypeError), match=message):
         NSAAttention(*given, **options)
+
+
+POOR = {
+    "num_heads": ("ValueError", "no option 'num_heads'; the nearest is 'heads'"),
+    "num_kv_heads": ("ValueError", "no option 'num_kv_heads'; the nearest is 'kv_heads'"),
+    "layer(x, x, x)": ("TypeError", "rotary is a Tensor and must be a nsa.model.rotary.Rotary or"),
+    "layer(x, None, x)": ("ValueError", "cu_seqlens has shape [1, 9, 32]; needed is [N + 1] int32"),
+    "bf16 into fp32": ("ValueError", "x is torch.bfloat16 and the layer's weights are torch.floa"),
+    "fp32 into bf16": ("ValueError", "x is torch.float32 and the layer's weights are torch.bfloa"),
+    "bf16 under autocast": ("", ""),
+    "a model of sizes": ("TypeError", "must be a ModelConfig, got a nsa.config.NSAConfig; model.c"),
+    "a model of transformers": ("TypeError", "OfTransformers; config.model_config() is one"),
+    "a cache of sizes": ("TypeError", "got a nsa.config.NSAConfig; model.config is one"),
+    "a cache of transformers": ("TypeError", "OfTransformers; config.model_config() is one"),
+    "a layer of transformers": ("TypeError", "OfTransformers; config.model_config().nsa is one"),
+    "sizes of transformers": ("ValueError", "OfTransformers; config.model_config().nsa is one"),
+    "NumPy": ("", ""),
+}
+
+
+@pytest.mark.processes
+def test_what_a_stranger_tries_is_answered_with_what_would_do():
+    run = [sys.executable, SUPPORT / "poor_calls.py"]
+    done = subprocess.run(run, env=environment_with_package(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == POOR.keys()
+    for name, (kind, words) in POOR.items():
+        assert found[name][0] == kind and words in found[name][1], (name, found[name])
 
 
 @pytest.mark.parametrize("shape", [(2, 9, 31), (9, 32), (1, 2, 9, 32)])

@@ -49,8 +49,8 @@ def test_the_layer_is_the_definition_with_its_sinks():
     x = hidden(layer.config)
     given = layer.arguments(x)
     assert torch.equal(given["sinks"], layer.sinks.view(4, 3))
-    torch.testing.assert_close(layer(x), layer.out_proj(nsa(**given).o.flatten(2)))
-    assert not torch.allclose(layer(x), layer.out_proj(nsa(**given | {"sinks": None}).o.flatten(2)))
+    torch.testing.assert_close(layer(x), layer.o_proj(nsa(**given).o.flatten(2)))
+    assert not torch.allclose(layer(x), layer.o_proj(nsa(**given | {"sinks": None}).o.flatten(2)))
 
 
 @pytest.mark.parametrize("changes", [{}, {"force_branch": "slc"}, {"strict": True}], ids=str)

@@ -14,8 +14,8 @@ from nsa.attention import dense
 from nsa.attention.branches import no_keys, run_with_selected
 from nsa.attention.dense import dense_attention
 from nsa.attention.inputs import Inputs
+from nsa.attention.operator import plain_backward
 from nsa.attention.registry import Backend, Branches, Note
-from nsa.attention.span import plain_backward
 from nsa.blocks import Span
 from nsa.config import NSAConfig
 

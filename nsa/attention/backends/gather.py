@@ -13,8 +13,10 @@ from torch import Tensor
 
 from nsa.attention.branches import empty_slots, run_with_selected
 from nsa.attention.inputs import Inputs
+from nsa.attention.operator import operator
 from nsa.attention.registry import Backend, Note
-from nsa.attention.span import chunks, dot, plain_backward, probs_from, wide
+from nsa.attention.span import chunks, dot, probs_from, wide
+from nsa.attention.transforms import FIRST
 
 # Gathered key and value elements held at once, by device; the more, the fewer and larger the
 # launches, of which a GPU needs large ones: half the time of 2^24 there.
@@ -24,18 +26,21 @@ ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
 def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tensor | None]:
     note("slc", "gather-chunks")
     q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
-    options = inputs.config.select_block, inputs.scale, inputs.needs_lse
-    found = _GatherAttention.apply(q, k, v, blocks, *options)
-    return found if inputs.needs_lse else (found, None)
+    given = q, k, v, blocks, inputs.config.select_block, inputs.scale
+    if not inputs.needs_lse:
+        return _GatherAttention(*given), None
+    return _GatherAttention.with_lse(*given)
 
 
-class _GatherAttention(torch.autograd.Function):
+@operator("gather_attention")
+class _GatherAttention:
     """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV], lse."""
 
     @staticmethod
-    def forward(ctx, q, k, v, blocks, size, scale, needs_lse):
-        o = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = q.new_empty(*q.shape[:3], dtype=wide(q.dtype))
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = _GatherAttention.parts.shapes(q, k, v)
         for rows in _chunks(k, v, blocks, size):
             queries = _rows_by_kv_head(q[:, rows], k.shape[2])
             index, hidden = _tokens(blocks[:, rows], size, rows.start, k.shape[1])
@@ -44,33 +49,44 @@ class _GatherAttention(torch.autograd.Function):
             probs = probs_from(scores, lse_rows).to(v.dtype)
             o[:, rows] = dot(probs, _take(v, index)).reshape_as(o[:, rows])
             lse[:, rows] = lse_rows.reshape_as(lse[:, rows])
-        ctx.save_for_backward(q, k, v, blocks, lse)
-        ctx.size, ctx.scale = size, scale
-        return (o, lse) if needs_lse else o
+        return o, lse
 
     @staticmethod
-    @plain_backward
-    def backward(ctx, do, dlse=None):
-        q, k, v, blocks, lse = ctx.saved_tensors
-        kv_heads, dq = k.shape[2], torch.empty_like(q)
+    def shapes(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | float) -> tuple[Tensor, Tensor]:
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        return o, q.new_empty(*q.shape[:3], dtype=wide(q.dtype))
+
+    @staticmethod
+    def backward(
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        blocks: Tensor,
+        lse: Tensor,
+        size: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kv_heads, dq = k.shape[2], q.new_empty(q.shape)
         dk, dv = (x.new_zeros(x.shape, dtype=wide(q.dtype)) for x in (k, v))
-        for rows in _chunks(k, v, blocks, ctx.size):
+        for rows in _chunks(k, v, blocks, size):
             queries = _rows_by_kv_head(q[:, rows], kv_heads)
             do_rows = _rows_by_kv_head(do[:, rows], kv_heads)
             lse_rows = lse[:, rows].reshape(queries.shape[:2])
-            index, hidden = _tokens(blocks[:, rows], ctx.size, rows.start, k.shape[1])
+            index, hidden = _tokens(blocks[:, rows], size, rows.start, k.shape[1])
             keys = _take(k, index)
-            probs = probs_from(_scores(queries, keys, hidden, ctx.scale), lse_rows)
+            probs = probs_from(_scores(queries, keys, hidden, scale), lse_rows)
             dprobs = dot(do_rows, _take(v, index).transpose(1, 2))
             # Equal to sum(do * o), but nothing of o was rounded, and o need not be kept.
             delta = (probs * dprobs).sum(-1, keepdim=True)
             if dlse is not None:
                 delta -= dlse[:, rows].reshape(*queries.shape[:2], 1)
-            dscores = (probs * (dprobs - delta) * ctx.scale).to(q.dtype)
+            dscores = (probs * (dprobs - delta) * scale).to(q.dtype)
             dq[:, rows] = dot(dscores, keys).reshape_as(dq[:, rows])
             _add(dk, index, dot(dscores.transpose(1, 2), queries))
             _add(dv, index, dot(probs.to(v.dtype).transpose(1, 2), do_rows))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _chunks(k: Tensor, v: Tensor, blocks: Tensor, size: int) -> Iterator[slice]:
@@ -124,4 +140,5 @@ BACKEND = Backend(
     partial(run_with_selected, selected=_selected),
     summary="gathers each query's blocks, a chunk of queries at a time; linear memory",
     quadratic=False,
+    transforms=FIRST,
 )

@@ -8,6 +8,7 @@ torch's, so in fp16 it overflows beyond 65504 before the scale is applied.
 from nsa.attention.branches import visible_by_branch
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Branches, Note
+from nsa.attention.transforms import ALL
 from nsa.reference.attend import attend
 
 
@@ -21,5 +22,9 @@ def run(inputs: Inputs, note: Note) -> Branches:
 
 
 BACKEND = Backend(
-    "masked", run, summary="one dense matmul a branch under a mask; T x T a head", quadratic=True
+    "masked",
+    run,
+    summary="one dense matmul a branch under a mask; T x T a head",
+    quadratic=True,
+    transforms=ALL,
 )

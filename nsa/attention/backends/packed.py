@@ -16,10 +16,10 @@ from torch import Tensor
 
 from nsa.attention.branches import empty_slots, run_with_selected
 from nsa.attention.inputs import Inputs
+from nsa.attention.operator import operator
 from nsa.attention.registry import Backend, Note
-from nsa.attention.span import dot, plain_backward, probs_from, wide
-from nsa.blocks import count_selectable
-from nsa.config import NSAConfig
+from nsa.attention.span import dot, probs_from, wide
+from nsa.attention.transforms import FIRST
 
 ROWS = 64  # queries in a tile
 ELEMENTS = 1 << 23  # query, key and score elements of the tiles that are held at once
@@ -29,9 +29,11 @@ def selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tensor
     """(o [B, T, HQ, DV], lse [B, T, HQ] if needed) of the selected branch for blocks."""
     note("slc", "packed-tiles")
     q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
-    options = inputs.config, inputs.scale, inputs.needs_lse
-    found = _PackedAttention.apply(q, k, v, blocks, *options)
-    return found if inputs.needs_lse else (found, None)
+    given = q, k, v, blocks, inputs.config.select_block, inputs.scale
+    if not inputs.needs_lse:
+        return _PackedAttention(*given), None
+    o, lse = _PackedAttention.with_lse(*given)
+    return o, lse.view(q.shape[:3])
 
 
 @dataclass(frozen=True)
@@ -44,50 +46,73 @@ class _Tiles:
     hidden: Tensor  # [N, ROWS, size]: the query does not see the key
 
 
-class _PackedAttention(torch.autograd.Function):
-    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV], lse."""
+@operator("packed_attention")
+class _PackedAttention:
+    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV], lse.
+
+    The backward takes its row sums from o before it is rounded, and that is kept if it is.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, blocks, config, scale, needs_lse):
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
         queries, keys, values = _flat(q, group), _flat(k), _flat(v)
-        plan = _invert(blocks, k.shape[1], config)
+        plan = _invert(blocks, k.shape[1], size)
         # First every tile's log-sum-exp, so that each partial result is final when it is added.
         parts = q.new_full((blocks.numel() + 1, group), float("-inf"), dtype=accumulate)
-        for tiles in _chunks(plan, blocks, q, k, v, config):
+        for tiles in _chunks(plan, blocks, q, k, v, size):
             scores = _scores(queries, keys, tiles, scale)
             parts[tiles.pair] = torch.logsumexp(scores, dim=-1)
         parts = parts[:-1].view(-1, blocks.shape[-1], group)
         lse = torch.logsumexp(parts, dim=1)  # [B*T*HKV, G]
         o = torch.zeros(queries.shape[0], group, v.shape[3], dtype=accumulate, device=q.device)
-        for tiles in _chunks(plan, blocks, q, k, v, config):
+        for tiles in _chunks(plan, blocks, q, k, v, size):
             probs = probs_from(_scores(queries, keys, tiles, scale), lse[tiles.row])
             part = dot(probs.to(v.dtype).flatten(1, 2), values[tiles.token])
             o.index_add_(0, tiles.row.flatten(), part.view(-1, *o.shape[1:]))
-        # The backward takes its row sums from o before it is rounded.
-        ctx.save_for_backward(q, k, v, blocks, o, lse)
-        ctx.config, ctx.scale = config, scale
-        o = o.to(q.dtype).view(*q.shape[:3], v.shape[3])
-        return (o, lse.view(q.shape[:3])) if needs_lse else o
+        before = o.new_empty(o.shape[0], 0) if o.dtype == q.dtype else o
+        return o.to(q.dtype).view(*q.shape[:3], v.shape[3]), before, lse
 
     @staticmethod
-    @plain_backward
-    def backward(ctx, do, dlse=None):
-        q, k, v, blocks, o, lse = ctx.saved_tensors
+    def shapes(
+        q: Tensor, k: Tensor, v: Tensor, *others: Tensor | float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, group = wide(q.dtype), q.shape[2] // k.shape[2]
+        rows = q.shape[0] * q.shape[1] * k.shape[2]
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        before = rows, *((0,) if dtype == q.dtype else (group, v.shape[3]))
+        before = q.new_empty(before, dtype=dtype)
+        return o, before, q.new_empty(rows, group, dtype=dtype)
+
+    @staticmethod
+    def backward(
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        blocks: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        size: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
         queries, keys, values = _flat(q, group), _flat(k), _flat(v)
         douts = _flat(do, group)
-        delta = (douts.to(accumulate) * o).sum(-1)  # [B*T*HKV, G]
+        delta = (douts.to(accumulate) * o.reshape(douts.shape)).sum(-1)  # [B*T*HKV, G]
         if dlse is not None:
-            delta -= dlse.reshape(delta.shape)
+            delta -= dlse
         dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulate) for x in (queries, keys, values))
-        plan = _invert(blocks, k.shape[1], ctx.config)
-        for tiles in _chunks(plan, blocks, q, k, v, ctx.config):
-            probs = probs_from(_scores(queries, keys, tiles, ctx.scale), lse[tiles.row])
+        plan = _invert(blocks, k.shape[1], size)
+        for tiles in _chunks(plan, blocks, q, k, v, size):
+            probs = probs_from(_scores(queries, keys, tiles, scale), lse[tiles.row])
             probs = probs.flatten(1, 2)  # [N, ROWS*G, size]
             do_rows = douts[tiles.row].flatten(1, 2)
             dprobs = dot(do_rows, values[tiles.token].transpose(1, 2))
-            dscores = probs * (dprobs - delta[tiles.row].flatten(1)[..., None]) * ctx.scale
+            dscores = probs * (dprobs - delta[tiles.row].flatten(1)[..., None]) * scale
             dscores = dscores.to(q.dtype)
             token = tiles.token.flatten()
             dq_rows = dot(dscores, keys[tiles.token]).view(-1, *dq.shape[1:])
@@ -97,7 +122,7 @@ class _PackedAttention(torch.autograd.Function):
             dk.index_add_(0, token, dk_rows.flatten(0, 1))
             dv.index_add_(0, token, dv_rows.flatten(0, 1))
         grads = (dx.to(x.dtype).view(x.shape) for dx, x in ((dq, q), (dk, k), (dv, v)))
-        return *grads, None, None, None, None
+        return tuple(grads)
 
 
 def _flat(x: Tensor, group: int | None = None) -> Tensor:
@@ -115,9 +140,9 @@ class _Plan:
     first_tile: Tensor  # [K + 1]: number of tiles of all keys before it
 
 
-def _invert(blocks: Tensor, tokens: int, config: NSAConfig) -> _Plan:
+def _invert(blocks: Tensor, tokens: int, size: int) -> _Plan:
     batch, _, kv_heads, _ = blocks.shape
-    count = count_selectable(tokens, config)
+    count = -(-tokens // size)
     owner = torch.arange(batch * kv_heads, device=blocks.device).view(batch, 1, kv_heads, 1)
     none = batch * kv_heads * count  # a key of its own for empty and repeated slots
     key = torch.where(empty_slots(blocks, count), none, owner * count + blocks.long()).flatten()
@@ -130,9 +155,9 @@ def _invert(blocks: Tensor, tokens: int, config: NSAConfig) -> _Plan:
     )
 
 
-def _chunks(plan: _Plan, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig):
+def _chunks(plan: _Plan, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor, size: int):
     """Chunks of tiles. Their number is the most there can be, so that it needs no look at data."""
-    group, size = q.shape[2] // k.shape[2], config.select_block
+    group = q.shape[2] // k.shape[2]
     keys = plan.start.numel() - 1
     most = -(-blocks.numel() // ROWS) + keys
     row = k.shape[3] + v.shape[3]
@@ -182,4 +207,5 @@ BACKEND = Backend(
     partial(run_with_selected, selected=selected),
     summary="packs the queries that share a block into tiles; linear memory",
     quadratic=False,
+    transforms=FIRST,
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nsa.attention import transforms
 from nsa.attention.branches import visible_by_branch
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Branches, Declined, Note
@@ -37,6 +38,11 @@ def scaled_dot_product_attention(
     if torch.compiler.is_compiling():  # it cannot trace the question, and nobody reads the answer
         with sdpa_kernel(KERNELS[kernel]) if kernel else nullcontext():
             return F.scaled_dot_product_attention(q, k, v, **options), "sdpa"
+    if transforms.active():  # the fused kernels have neither jvp, vmap nor a second derivative
+        if kernel not in ("", "math"):
+            raise Declined(f"torch.func needs sdpa's math kernel, not {kernel}; 'sdpa' takes it")
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v, **options), "sdpa:math"
     if not kernel:
         served = _choice(q, k, v, **options)
         return F.scaled_dot_product_attention(q, k, v, **options), f"sdpa:{served}"
@@ -111,6 +117,7 @@ BACKEND = Backend(
     run,
     summary="torch's scaled_dot_product_attention under a mask; T x T masks",
     quadratic=True,
+    transforms=transforms.ALL,
 )
 VARIANTS = [
     Backend(

@@ -16,6 +16,7 @@ from nsa.attention.branches import compressed, pool
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Branches, Note
 from nsa.attention.span import wide
+from nsa.attention.transforms import ALL, VMAP
 from nsa.blocks import compressed_span, count_selectable, window_span
 
 
@@ -121,5 +122,6 @@ BACKEND = Backend(
     run,
     summary="one token at a time, as the case study ran; an exhibit",
     quadratic=True,
+    transforms=ALL - {VMAP},
     not_for_auto=lambda inputs: ["an exhibit, only by name"],
 )

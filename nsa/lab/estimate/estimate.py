@@ -74,6 +74,7 @@ def _estimate(
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Estimate, Run | None]:
     """Also the steps from which the allocator's model has it, on a GPU."""
+    libraries.check(spec.config().backend)
     chosen, run = gpu_named(gpu) if spec.device == "cuda" else None, None
     if small.is_long(spec):
         return _from_short(spec, chosen, ddp, changes), None

@@ -28,6 +28,15 @@ def notes() -> tuple[str, ...]:
     return ("Triton is not installed here, so the GPU is taken to lack it too: auto takes others",)
 
 
+def check(backend: str) -> None:
+    """ValueError for a backend that cannot be foretold without a library that is missing here."""
+    if backend == "triton" and not triton.INSTALLED:
+        raise ValueError(
+            "backend=triton is foretold by its kernels' launchers, which need Triton, but "
+            "no GPU: pip install 'nsa[triton]'; any other backend needs nothing"
+        )
+
+
 def launcher(func: Any) -> Callable | None:
     """The Python of an operator of ours; None for any other."""
     found = OPDEFS.get(func._schema.name) if func._schema.name.startswith(OURS) else None

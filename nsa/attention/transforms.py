@@ -1,0 +1,37 @@
+"""Where a call stands: under transforms of torch.func, under autocast."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch._C import _functorch
+
+GRAD, VMAP, JVP, SECOND = "grad", "vmap", "jvp", "second derivative"
+ALL = frozenset((GRAD, VMAP, JVP, SECOND))
+FIRST = frozenset((GRAD, VMAP))
+_NAMES = {"Grad": GRAD, "Vmap": VMAP, "Jvp": JVP}
+
+
+def active() -> frozenset[str]:
+    """What torch.func asks of a call that it transforms; nothing of a plain one.
+
+    A hessian is a jvp and a second derivative, and a gradient per sample grad and vmap.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return frozenset()
+    levels = [one.key().name for one in _functorch.get_interpreter_stack()]
+    asked = {_NAMES[level] for level in levels if level in _NAMES}
+    return frozenset(asked | ({SECOND} if len(levels) - levels.count("Vmap") > 1 else set()))
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which autocast computes on the device; None where it is off, as on "meta"."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Autocast off, which would round the fp32 scores that softmax needs."""
+    if autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -1,0 +1,61 @@
+"""torch.compile of growing lengths, torch.export of any length, and models without values."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from places import SUPPORT
+from processes import environment_with_package
+from tiny_models import tiny, tokens
+from traced_lengths import CASES, CONFIG
+
+from nsa.attention.api import nsa_attention
+from nsa.model.llama import LanguageModel
+
+PROGRAM = SUPPORT / "traced_lengths.py"
+MARKS = {"generated": [pytest.mark.long]}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "graphs"),
+    [
+        pytest.param(kind, graphs, id=kind, marks=MARKS.get(kind, [pytest.mark.slow]))
+        for kind, graphs in (
+            ("calls", 2),  # of one length, then of any
+            ("marked", 1),
+            ("steps", 2),
+            ("generated", 2),
+            ("exported", 1),
+        )
+    ],
+)
+def test_any_length_runs_by_few_graphs_and_as_it_does_without(kind, graphs):
+    command, environment = [sys.executable, PROGRAM, kind], environment_with_package()
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert len(found) == len(CASES[kind])
+    for name, case in found.items():
+        assert case["graphs"] == graphs and case["error"] < 1e-4, name
+
+
+@pytest.mark.parametrize("backend", ["auto", "packed", "gather", "sdpa", "masked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_on_meta_there_are_shapes_and_dtypes_and_gradients_of_them(backend, dtype):
+    with torch.device("meta"):
+        model = LanguageModel(tiny(backend=backend, phi="mlp")).to(dtype)
+    ids = tokens(2).to("meta")
+    logits, loss = model(ids, ids)
+    assert (logits.shape, logits.dtype, logits.device.type) == ((2, 48, 256), dtype, "meta")
+    loss.backward()
+    for name, x in model.named_parameters():
+        assert x.grad.shape == x.shape and x.grad.is_meta, name
+    shapes = (4, 8), (2, 8), (2, 6), (4, 3)
+    given = [torch.empty(1, 60, *shape, dtype=dtype, device="meta") for shape in shapes]
+    for device in ("cpu", "meta"):
+        borders = torch.tensor([0, 20, 60], dtype=torch.int32).to(device)
+        o = nsa_attention(*given, CONFIG, cu_seqlens=borders, backend=backend)
+        assert (o.shape, o.dtype, o.is_meta) == ((1, 60, 4, 6), dtype, True)
