@@ -39,7 +39,7 @@ def planted(monkeypatch, **faults):
 
     def run(inputs, note):
         found = gather.run(inputs, note)
-        return {b: faults[b](o, inputs) if b in faults else o for b, o in found.items()}
+        return {b: (faults.get(b, lambda o, _: o)(o, inputs), lse) for b, (o, lse) in found.items()}
 
     monkeypatch.setitem(registry._loaded, "gather", replace(gather, run=run))
 
