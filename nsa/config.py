@@ -66,7 +66,7 @@ def as_int(name: str, value: Any) -> int:
 
 
 def other_than(wanted: str, given: object) -> str:
-    """What an error says of a config that is no `wanted`: where it is from, and what would do."""
+    """Text of an error for a config that is no `wanted`: its class, and what would do."""
     kind = type(given)
     home = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     if hasattr(given, "model_config"):  # of transformers

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
+from nsa.attention.span import wide
 from nsa.blocks import count_compressed, count_selectable
 from nsa.config import NSAConfig, other_than
 from nsa.reference.compress import Phi
@@ -50,7 +51,7 @@ class Inputs:
 
     @property
     def needs_lse(self) -> bool:
-        """Whether the branches' log-sum-exps are returned, or turn their outputs into sunk ones."""
+        """True if the branches' log-sum-exps are returned, or sinks are put in by them."""
         return self.return_lse or self.sinks is not None
 
     def sequences(self) -> Iterator["Inputs"]:
@@ -155,8 +156,7 @@ def checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
             f"{tuple(sinks.shape)} of {sinks.dtype}"
         )
     check_device("sinks", sinks, q)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return (sinks if sinks.ndim == 2 else sinks[:, None].expand(heads, 3)).to(wide)
+    return (sinks if sinks.ndim == 2 else sinks[:, None].expand(heads, 3)).to(wide(q.dtype))
 
 
 def check_blocks(inputs: Inputs) -> None:

@@ -129,7 +129,7 @@ def _refuse(*_: Any) -> None:
 
 
 def _vmap(function: Callable, info: Any, dims: Sequence[int | None], *args: Any) -> tuple:
-    """Of what is vmapped a batch that is so much larger, which every function here takes."""
+    """Folds the vmapped dimension into the batch, which leads every tensor here."""
     count = info.batch_size
     outputs = function(*(_larger(x, dim, count) for x, dim in zip(args, dims, strict=True)))
     return tree_map(lambda x: x.unflatten(0, (count, x.shape[0] // count)), outputs), 0

@@ -1,4 +1,4 @@
-"""Where a call stands: under transforms of torch.func, under autocast."""
+"""State of torch that a call runs in: transforms of torch.func, and autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -12,7 +12,7 @@ _NAMES = {"Grad": GRAD, "Vmap": VMAP, "Jvp": JVP}
 
 
 def active() -> frozenset[str]:
-    """What torch.func asks of a call that it transforms; nothing of a plain one.
+    """Names of what torch.func asks of a call that it transforms; none for a plain one.
 
     A hessian is a jvp and a second derivative, and a gradient per sample grad and vmap.
     """

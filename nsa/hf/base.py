@@ -5,17 +5,19 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import TransformersKwargs
 
+from nsa.attention.transforms import autocast_dtype
 from nsa.hf.cache import GenerationCache
 from nsa.hf.columns import Columns, borders, check_mask, check_positions
 from nsa.hf.config import NSAConfig
 from nsa.model.config import ModelConfig
 from nsa.model.llama import Decoder, LanguageModel
+from nsa.model.names import SINCE
 
 # transformers renamed it in the course of version 5.
 KEY = next(
@@ -25,14 +27,8 @@ KEY = next(
 IGNORED = {*TransformersKwargs.__optional_keys__, "cache_position", "logits_indices", "seq_idx"}
 IGNORED |= {"token_type_ids", "shift_labels", "tokenizer", "assistant_tokenizer", "streamer"}
 # Names of files written before the head stood beside the base model, and projections in branches.
-OLD_NAMES = {
-    r"^model\.head\.": "lm_head.",
-    r"^model\.embed\.": "model.embed_tokens.",
-    r"\.([kv]_proj)\.shared\.": r".\1.",
-    r"\.out_proj\.": ".o_proj.",
-}
-OLD_NAMES |= {rf"\.{x}_proj\.{b}\.": f".{b}.{x}_proj." for x in "kv" for b in ("cmp", "slc", "win")}
-OLD_NAMES |= {rf"\.mlp\.{name}\.": f".mlp.{name}_proj." for name in ("gate", "up", "down")}
+OLD_NAMES = {rf"\.{re.escape(old)}\.": f".{new}." for old, new in SINCE.items()}
+OLD_NAMES |= {r"^model\.head\.": "lm_head."}
 _HAS_NOT = {
     "output_attentions": "there is no T x T matrix; nsa.lab.observers tells of selections",
     "output_router_logits": "there are no experts",
@@ -52,7 +48,7 @@ class NSAPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **options: Any) -> "NSAPreTrainedModel":
-        """As in transformers; files with the names of earlier versions are read too."""
+        """Loads a model as transformers does, also from files with names of earlier versions."""
         options.setdefault("key_mapping", OLD_NAMES)
         made = super().from_pretrained(*args, **options)
         model = made[0] if isinstance(made, tuple) else made
@@ -106,7 +102,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         self.decoder.embed_tokens = value
 
     def resize_token_embeddings(self, *sizes: Any, **options: Any) -> nn.Embedding:
-        """As in transformers; the decoder learns of its new vocabulary."""
+        """Resizes as transformers does, and tells the decoder its new vocabulary."""
         made = super().resize_token_embeddings(*sizes, **options)
         self.decoder._sizes = self.config.model_config()
         return made
@@ -174,6 +170,7 @@ class NSAModel(NSAPreTrainedModel, Decoder):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("one of input_ids and inputs_embeds is needed, and not both")
         given = input_ids if inputs_embeds is None else inputs_embeds
+        shape = given.shape[:2]
         self._check(given, cache, cu_seq_lens_q, options)
         mask = check_mask(given, attention_mask, cache)
         if position_ids is not None and cu_seq_lens_q is None:
@@ -188,21 +185,18 @@ class NSAModel(NSAPreTrainedModel, Decoder):
             wanted = self.config.use_cache and not torch.is_grad_enabled()
             if (wanted if use_cache is None else use_cache) and cu_seq_lens_q is None:
                 cache = GenerationCache(self.config)
-        seen = [] if output_hidden_states or (
-            output_hidden_states is None and self.config.output_hidden_states
-        ) else None  # fmt: skip
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        seen = [] if output_hidden_states else None
         columns = Columns.of(given, mask)
         if cache is None:
             x = self.hidden(columns.tokens, cu_seq_lens_q, seen)
         else:
             weight = self.embed_tokens.weight
-            dtype, kind = weight.dtype, weight.device.type
-            if torch.is_autocast_enabled(kind):
-                dtype = torch.get_autocast_dtype(kind)
+            dtype = autocast_dtype(weight.device) or weight.dtype
             inside = cache.room(*columns.tokens.shape[:2], dtype, columns.tokens.device)
             x = self.read(columns.tokens, inside, columns.counts, seen)
             cache.saw(columns.tokens.shape[1], mask)
-        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         x = columns.back(self.norm(x)).reshape(*shape, -1)
         if seen is not None:
             seen = (*(columns.back(each).reshape(*shape, -1) for each in seen), x)
@@ -245,9 +239,10 @@ def kept(x: Float[Tensor, "B T F"], keep: int | Tensor) -> Float[Tensor, "B K F"
     return x[:, keep] if isinstance(keep, Tensor) else x[:, -keep:] if keep else x
 
 
-def scored(labels: Int64[Tensor, "B T"], real: Bool[Tensor, "B T"] | None) -> Tensor:
-    """Labels with -100 for padding and for the token just behind it."""
-    if real is None:
+def scored(labels: Int64[Tensor, "B T"], mask: Tensor | None) -> Tensor:
+    """Labels with -100 where the mask [B, T] is 0, and for the token just behind that."""
+    if mask is None:
         return labels
+    real = mask.to(labels.device).bool()
     known = real & torch.cat([real[:, :1], real[:, :-1]], dim=1)
     return labels.masked_fill(~known, -100)

@@ -15,9 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nsa.hf.base import KEY, NSAModel, NSAPreTrainedModel, kept, scored
 from nsa.hf.cache import ASSISTED, GenerationCache
-from nsa.hf.columns import check_mask
 from nsa.hf.config import NSAConfig
-from nsa.model.llama import LanguageModel, in_autocast_dtype
+from nsa.model.llama import LanguageModel, draw_head, in_autocast_dtype
 
 
 class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
@@ -29,7 +28,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = NSAModel(config)
         self.lm_head = nn.Linear(config.dim, config.vocab, bias=False)
-        nn.init.normal_(self.lm_head.weight, std=0.25 * config.dim**-0.5)
+        draw_head(self.lm_head)
         self.post_init()
 
     @classmethod
@@ -90,8 +89,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         logits = self.lm_head(in_autocast_dtype(kept(outputs.last_hidden_state, logits_to_keep)))
         loss = None
         if labels is not None:
-            given = input_ids if inputs_embeds is None else inputs_embeds
-            labels = scored(labels, check_mask(given, attention_mask, None))
+            labels = scored(labels, attention_mask)
             items = options.get("num_items_in_batch")
             sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": items}
             loss = self.loss_function(logits=logits, labels=labels, **sizes)

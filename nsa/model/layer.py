@@ -293,13 +293,7 @@ class NSAAttention(nn.Module):
         config = self.config
         if x.ndim != 3 or x.shape[2] != config.dim:
             raise ValueError(f"x must be [B, T, {config.dim}], got shape {tuple(x.shape)}")
-        # What stands in a linear layer's place may have no weight, or a function of that name.
-        held = getattr(getattr(self.q_proj, "weight", None), "dtype", x.dtype)
-        if x.dtype != held and self._computes_in(held, x.device):
-            raise ValueError(
-                f"x is {x.dtype} and the layer's weights are {held}; layer.to(x.dtype), "
-                "x.to(weight.dtype) or torch.autocast makes them agree"
-            )
+        self._check_dtype(x)
         rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
         branches = (config.force_branch,) if config.force_branch else BRANCHES
         projections = self.projections(x, branches)
@@ -312,10 +306,17 @@ class NSAAttention(nn.Module):
             chosen["sinks"] = self.sinks.view(-1, 3)
         return {"q": q, "k": k, "v": v, "gates": self.gates(x, q), **chosen}
 
-    def _computes_in(self, held: torch.dtype, device: torch.device) -> bool:
-        """Whether no other dtype than its weights' will do."""
-        plain = _is_plain(self.q_proj) and type(self.q_proj.weight) is nn.Parameter
-        return plain and held.is_floating_point and autocast_dtype(device) is None
+    def _check_dtype(self, x: Tensor) -> None:
+        """ValueError for x of another dtype than the weights, where nothing casts either of them:
+        what stands in a linear layer's place may compute in any."""
+        if not _is_plain(self.q_proj) or type(self.q_proj.weight) is not nn.Parameter:
+            return
+        held = self.q_proj.weight.dtype
+        if x.dtype != held and held.is_floating_point and autocast_dtype(x.device) is None:
+            raise ValueError(
+                f"x is {x.dtype} and the layer's weights are {held}; layer.to(x.dtype), "
+                "x.to(weight.dtype) or torch.autocast makes them agree"
+            )
 
     def projections(self, x: Float[Tensor, "B T E"], branches: tuple[str, ...]) -> Projections:
         """`q`, `k SOURCE` and `v SOURCE`, not rotated; a source is a branch, or `shared`."""
@@ -385,13 +386,11 @@ class NSAAttention(nn.Module):
         if config.gate == "uniform":
             return q.new_full((), 1 / 3).expand(*q.shape[:-1], 3)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not config.stopgrad_gates):
-            if config.gate == "linear":
-                logits = self.gate2(x) / config.gate_temperature  # [B, T, HQ*3]
-                return logits.unflatten(-1, (-1, 3)).sigmoid().to(q.dtype)
             if config.gate == "softmax":
                 gates = softmax_gates(
                     q, config.kv_heads, self.gate1, self.gate2, config.gate_temperature
                 )
             else:
-                gates = sigmoid_gates(x, self.gate1, self.gate2, config.gate_temperature)
+                first = None if config.gate == "linear" else self.gate1
+                gates = sigmoid_gates(x, first, self.gate2, config.gate_temperature)
             return gates.to(q.dtype)

@@ -224,25 +224,20 @@ class LanguageModel(Decoder):
         self.config = config
         self.build(config)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
-        self._reset_head()
+        draw_head(self.head)
         self.register_load_state_dict_pre_hook(rename_on_load)
 
     def reset_parameters(self, seed: int) -> None:
         """Draw all weights anew from a generator of this seed on the weights' own device."""
         generator = torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
         nn.init.normal_(self.embed_tokens.weight, std=0.02, generator=generator)
-        self._reset_head(generator)
+        draw_head(self.head, generator)
         for block in self.blocks:
             for drawn in (block.attention, block.mlp):
                 drawn.reset_parameters(generator)
             for norm in (block.norm1, block.norm2):
                 norm.reset_parameters()
         self.norm.reset_parameters()
-
-    def _reset_head(self, generator: torch.Generator | None = None) -> None:
-        # Logits of standard deviation 1/4 at any width: the first loss is ln(vocab) + 1/32.
-        std = 0.25 / sqrt(self.config.dim)
-        nn.init.normal_(self.head.weight, std=std, generator=generator)
 
     def forward(
         self,
@@ -288,6 +283,12 @@ class LanguageModel(Decoder):
                 f"targets are {list(targets.shape)} {targets.dtype}, tokens {list(tokens.shape)} "
                 f"{tokens.dtype}; both must be alike"
             )
+
+
+def draw_head(head: nn.Linear, generator: torch.Generator | None = None) -> None:
+    """Draws a head whose logits have standard deviation 1/4 at any width: the first loss is
+    ln(vocab) + 1/32."""
+    nn.init.normal_(head.weight, std=0.25 / sqrt(head.in_features), generator=generator)
 
 
 @contextmanager

@@ -6,23 +6,23 @@ from typing import Any
 
 from torch import nn
 
-_SINCE = [
-    (re.compile(rf"(^|\.){old}(?=\.|$)"), rf"\1{new}")
-    for old, new in (
-        (r"([kv]_proj)\.shared", r"\2"),
-        (r"([kv]_proj)\.(cmp|slc|win)", r"\3.\2"),
-        ("out_proj", "o_proj"),
-        (r"mlp\.(gate|up|down)", r"mlp.\2_proj"),
-        (r"(?<!\w)embed", "embed_tokens"),
-    )
-]
+from nsa.reference.nsa import BRANCHES
+
+# Parts of names in earlier versions, and what they are called now.
+SINCE = {
+    "out_proj": "o_proj",
+    "embed": "embed_tokens",
+    **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"{kind}_proj.shared": f"{kind}_proj" for kind in "kv"},
+    **{f"{kind}_proj.{b}": f"{b}.{kind}_proj" for kind in "kv" for b in BRANCHES},
+}
 
 
 def today(name: str) -> str:
     """A parameter's or module's name in this version: attention.k_proj.cmp.weight, say, is
     attention.cmp.k_proj.weight."""
-    for pattern, new in _SINCE:
-        name = pattern.sub(new, name)
+    for old, new in SINCE.items():
+        name = re.sub(rf"(?<![^.]){re.escape(old)}(?![^.])", new, name)
     return name
 
 

@@ -146,7 +146,7 @@ class HFNames(StateDictAdapter):
 
 
 def spec(model: ModelConfig) -> ModelSpec:
-    """What a Trainer.Config has as its `model_spec` for such a model."""
+    """Returns the `model_spec` of a Trainer.Config for such a model."""
     return ModelSpec(
         name="nsa",
         flavor=model.name,

@@ -11,19 +11,21 @@ GATE_KINDS = ("sigmoid", "linear", "softmax", "uniform")
 
 
 def gate_logits(
-    x: Float[Tensor, "B T *H E"], first: Linear, last: Linear, temperature: float = 1.0
+    x: Float[Tensor, "B T *H E"], first: Linear | None, last: Linear, temperature: float = 1.0
 ) -> Float[Tensor, "B T *H OUT"]:
-    """Input of the gate's nonlinearity: linear, SiLU, linear, divided by the temperature."""
-    logits = last(F.silu(first(x)))
+    """Input of the gate's nonlinearity: linear, SiLU, linear, divided by the temperature; without
+    `first` the last linear layer alone."""
+    logits = last(x if first is None else F.silu(first(x)))
     return logits if temperature == 1.0 else logits / temperature
 
 
 def sigmoid_gates(
-    hidden: Float[Tensor, "B T E"], first: Linear, last: Linear, temperature: float = 1.0
+    hidden: Float[Tensor, "B T E"], first: Linear | None, last: Linear, temperature: float = 1.0
 ) -> Float[Tensor, "B T HQ 3"]:
     """The paper's gates: a sigmoid of an MLP of the hidden state, one triple a query head.
 
-    first, last: the MLP's linear layers, E to HIDDEN and HIDDEN to 3 HQ.
+    first, last: the MLP's linear layers, E to HIDDEN and HIDDEN to 3 HQ; None and E to 3 HQ for
+    gate="linear".
     """
     logits = gate_logits(hidden, first, last, temperature)  # [B, T, HQ*3]
     return logits.unflatten(-1, (-1, 3)).sigmoid()

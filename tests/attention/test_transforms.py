@@ -36,7 +36,7 @@ def gradients(function, given):
 
 
 def one_by_one(function):
-    """Of a batch [B, T, ...] a function of one sequence [T, ...]."""
+    """Returns a function of one sequence [T, ...], made of one of a batch [B, T, ...]."""
     return lambda *given: function(*(x[None] for x in given))
 
 

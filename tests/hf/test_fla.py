@@ -23,7 +23,7 @@ EXACT = {"rtol": 0, "atol": 3e-5}  # angles are fp32 here, of up to 350
 
 
 class Theirs(nn.Module):
-    """What the conversion reads of a model of fla's."""
+    """Stands for a model of fla's: the parts that the conversion reads."""
 
     def __init__(self, weights, **config):
         super().__init__()

@@ -22,7 +22,7 @@ def place_of(monkeypatch, **place):
 
 
 def two_ranks(folder, backend):
-    """What both ranks saw."""
+    """Records of both ranks."""
     run_ranks(2, "rank_entries.py", folder, backend)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What both ranks left."""
+    """Records of both ranks."""
     folder = tmp_path_factory.mktemp("fsdp2")
     run_ranks(2, "fsdp2_entries.py", folder)
     return folder

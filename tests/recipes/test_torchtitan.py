@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """What one rank left, and what two did."""
+    """Records of a run of one rank, and of one of two."""
     found = [tmp_path_factory.mktemp(f"titan{count}") for count in (1, 2)]
     for count, folder in enumerate(found, 1):
         run_ranks(count, "titan_entries.py", folder)

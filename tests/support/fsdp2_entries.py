@@ -1,4 +1,4 @@
-"""What test_fsdp2.py has each rank do: `python fsdp2_entries.py FOLDER`, under its place."""
+"""Work of one rank in test_fsdp2.py: `python fsdp2_entries.py FOLDER`, under its place."""
 
 import importlib.util
 import sys

@@ -18,12 +18,12 @@ CHAT = (
 )
 
 
-def tokenizer(**special: str | None) -> PreTrainedTokenizerFast:
-    """A token a character; pad, bos and eos unless they are given otherwise."""
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token a character, and pad, bos and eos."""
     core = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"} | special
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     made = PreTrainedTokenizerFast(tokenizer_object=core, **special)
     made.chat_template = CHAT
     return made

@@ -1,4 +1,4 @@
-"""What test_torchtitan.py has each rank do: `python titan_entries.py FOLDER`, under its place."""
+"""Work of one rank in test_torchtitan.py: `python titan_entries.py FOLDER`, under its place."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def first_loss(folder, **changes):
 
 
 def declined(parsed):
-    """What a model says that is to be cut by tensor parallelism."""
+    """Error of a model that is to be cut by tensor parallelism."""
     off = {f"{name}_enabled": False for name in ("cp", "pp", "ep")}
     cut = SimpleNamespace(tp=2, tp_enabled=True, **off)
     given = {"training": parsed.training, "parallelism": parsed.parallelism, "dump_folder": ""}

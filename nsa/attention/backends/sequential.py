@@ -62,14 +62,12 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, needs_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(o, lse) of one query a head, q [B, HKV, G, D], against every one of k, v [B, S, HKV, *]."""
-    lse = _scores(q, k, scale).logsumexp(-1) if needs_lse else None
     if k.shape[1] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3]), lse
-    return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale), v), lse
-
-
-def _probs(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return _scores(q, k, scale).softmax(-1)
+        none = q.new_full(q.shape[:3], float("-inf")) if needs_lse else None
+        return q.new_zeros(*q.shape[:3], v.shape[3]), none
+    scores = _scores(q, k, scale)
+    o = torch.einsum("bhgs,bshd->bhgd", scores.softmax(-1), v)
+    return o, scores.logsumexp(-1) if needs_lse else None
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -82,7 +80,7 @@ def _select(q: Tensor, k_cmp: Tensor, t: int, inputs: Inputs) -> Tensor:
     config = inputs.config
     legal = count_selectable(t + 1, config)
     seen = k_cmp[:, slice(*compressed_span(config).seen(t))]
-    scores = pool(_probs(q, seen, inputs.scale).sum(2), legal, config)
+    scores = pool(_scores(q, seen, inputs.scale).softmax(-1).sum(2), legal, config)
     scores[..., : config.select_initial] = torch.inf
     scores[..., max(0, legal - config.select_local) :] = torch.inf
     order = scores.argsort(dim=-1, descending=True, stable=True)
@@ -106,9 +104,8 @@ def _attend_blocks(
         keys, values = keys[None, :, None], values[None, :, None]
         rows.append(_attend(q_h, keys, values, inputs.scale, needed))
     o, lse = zip(*rows, strict=True)
-    whole = (None if x[0] is None else torch.cat(x).view(*q.shape[:3], -1) for x in (o, lse))
-    o, lse = whole
-    return o, None if lse is None else lse.squeeze(-1)
+    shape = q.shape[:3]
+    return torch.cat(o).view(*shape, -1), torch.cat(lse).view(shape) if needed else None
 
 
 def chosen(blocks: Tensor, t: int, size: int) -> list[int]:
