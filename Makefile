@@ -50,7 +50,7 @@ help:
 	@echo "make refresh  execute the notebooks in place with their defaults"
 	@echo "make clean    remove .venv and caches; runs/ and figures/ stay"
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, but $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % sys.version_info[:2])'
 	@echo "installing .[$(EXTRAS)] into $(VENV), at the versions of constraints.txt: $(INSTALL_TAKES)"
 	@$(PYTHON) -m venv $(VENV)

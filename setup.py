@@ -1,8 +1,11 @@
-"""The notebooks travel in the wheel as nsa/notebooks; all else stands in pyproject.toml."""
+"""Packages, nsa/autoload under a second name too, and the notebooks, in the wheel as nsa/notebooks.
+
+All else stands in pyproject.toml.
+"""
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 
@@ -22,4 +25,8 @@ class WithNotebooks(build_py):
         return [*super().get_outputs(include_bytecode), *self.notebooks().values()]
 
 
-setup(cmdclass={"build_py": WithNotebooks})
+setup(
+    packages=[*find_packages(include=["nsa", "nsa.*"]), "nsa_autoload"],
+    package_dir={"nsa_autoload": "nsa/autoload"},
+    cmdclass={"build_py": WithNotebooks},
+)

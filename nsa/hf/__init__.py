@@ -1,6 +1,6 @@
 """NSA in Hugging Face's transformers: `import nsa.hf` registers its models with the Auto classes.
 
-Where this package is installed that happens by itself, see `nsa.autoload`.
+Where this package is installed that happens by itself, see `nsa_autoload`.
 
 `NSAConfig` here is transformers' kind of config: all fields of `nsa.model.config.ModelConfig`, of
 which `nsa` holds the block sizes of `nsa.config.NSAConfig`.

@@ -48,7 +48,7 @@ class NSAConfig(PretrainedConfig):
     version change no stored model. Dense attention has no cache, so `use_cache` is False for it.
 
     A saved folder has a file of code that imports this package, for `trust_remote_code=True`; where
-    the package is installed, transformers knows the model without it, see `nsa.autoload`.
+    the package is installed, transformers knows the model without it, see `nsa_autoload`.
 
     Raises ValueError and TypeError as ModelConfig does.
     """

@@ -16,7 +16,8 @@ def run(inputs: Inputs, note: Note) -> Branches:
     """(o [B, T, HQ, DV], lse) of each branch."""
     outputs = {}
     for branch, k, v, visible in visible_by_branch(inputs, note):
-        outputs[branch] = attend(inputs.q, k, v, visible, inputs.scale)
+        o, lse = attend(inputs.q, k, v, visible, inputs.scale)
+        outputs[branch] = o, lse if inputs.needs_lse else None  # its graph holds the scores
         note(branch, "dense-mask-matmul")
     return outputs
 

@@ -81,8 +81,8 @@ MUTANTS = {
         ("window", "sequential", 64),
         "is_causal with one query is aligned top left: it sees only the first key",
         SEQUENTIAL,
-        'return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale), v)',
-        "return torch.nn.functional.scaled_dot_product_attention(q[..., None, :], "
+        'o = torch.einsum("bhgs,bshd->bhgd", scores.softmax(-1), v)',
+        "o = torch.nn.functional.scaled_dot_product_attention(q[..., None, :], "
         "*(x.transpose(1, 2)[:, :, None].expand(-1, -1, q.shape[2], -1, -1) for x in (k, v)), "
         "is_causal=True, scale=scale).squeeze(-2)",
         FACTS + "test_an_earlier_token_outside_block_0_and_window_is_still_attended_to",
@@ -92,8 +92,8 @@ MUTANTS = {
         ("window", "sequential", 64),
         "the heads of a group lie where time should: head i sees the first i + 1 keys",
         SEQUENTIAL,
-        'return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale), v)',
-        "return torch.nn.functional.scaled_dot_product_attention(q, k.transpose(1, 2), "
+        'o = torch.einsum("bhgs,bshd->bhgd", scores.softmax(-1), v)',
+        "o = torch.nn.functional.scaled_dot_product_attention(q, k.transpose(1, 2), "
         "v.transpose(1, 2), is_causal=True, scale=scale)",
         FACTS + "test_an_earlier_token_outside_block_0_and_window_is_still_attended_to",
     ),

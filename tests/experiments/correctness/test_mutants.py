@@ -10,7 +10,7 @@ import pytest
 from places import SUPPORT
 
 from nsa.experiments.correctness.gallery import arguments_for
-from nsa.experiments.correctness.mutants import MUTANTS, Mutant, mutated_copy
+from nsa.experiments.correctness.mutants import MUTANTS, ROOT, Mutant, mutated_copy
 
 DEADLINE_S = 3600.0  # ends what hangs; how busy the machine is decides nothing
 pytestmark = pytest.mark.timeout(3 * DEADLINE_S)  # the first test runs those of all mutants
@@ -84,6 +84,12 @@ def test_what_killed_passes_on_the_code_as_it_is(outcomes, tmp_path):
     [(status, told)] = in_copies([(mutated_copy(tmp_path), [*options, "-m", "", *sorted(killers)])])
     assert status == 0, told[-2000:]
     assert f"{len(killers)} passed" in told
+
+
+def test_the_line_of_every_mutant_stands_in_its_file_once():
+    """Quick, where the suites that kill them are not."""
+    places = {n: (ROOT / m.file).read_text().count(m.before) for n, m in MUTANTS.items()}
+    assert {name for name, count in places.items() if count != 1} == set()
 
 
 def test_every_promised_defect_has_a_mutant():

@@ -3,6 +3,9 @@
 torch calls `install` at the end of its own import: the entry point "torch.backends" of this package
 says so, and TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off. Nothing of transformers is imported here:
 once its table of model types is, it gets a line, and `nsa.hf` is imported when that is looked up.
+
+It is installed as `nsa_autoload`, for a program may have a module `nsa` of its own, and `import torch`
+fails where an entry point does.
 """
 
 import sys
@@ -10,6 +13,8 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -61,5 +66,7 @@ def install() -> None:
 
 def _add(table: ModuleType) -> None:
     with suppress(Exception):  # a version of transformers that keeps its table otherwise
+        if not Path(find_spec("nsa").origin).with_name("hf").is_dir():
+            return  # somebody else's `nsa`
         table.CONFIG_MAPPING_NAMES.setdefault("nsa", "NSAConfig")
         sys.modules.setdefault("transformers.models.nsa", _Models("transformers.models.nsa"))
