@@ -4,8 +4,8 @@ torch calls `install` at the end of its own import: the entry point "torch.backe
 says so, and TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off. Nothing of transformers is imported here:
 once its table of model types is, it gets a line, and `nsa.hf` is imported when that is looked up.
 
-It is installed as `nsa_autoload`, for a program may have a module `nsa` of its own, and `import torch`
-fails where an entry point does.
+It is installed as `nsa_autoload`, for a program may have a module `nsa` of its own, and
+`import torch` fails where an entry point does.
 """
 
 import sys
