@@ -1,6 +1,7 @@
 """NSA's decoder as a transformers base model: padding, packing, caches, hidden states."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -192,6 +193,8 @@ class NSAModel(NSAPreTrainedModel, Decoder):
         if cache is None:
             x = self.hidden(columns.tokens, cu_seq_lens_q, seen)
         else:
+            if cache.nsa is None:
+                check_one_device(self.parameters())
             weight = self.embed_tokens.weight
             dtype = autocast_dtype(weight.device) or weight.dtype
             inside = cache.room(*columns.tokens.shape[:2], dtype, columns.tokens.device)
@@ -232,6 +235,16 @@ class NSAModel(NSAPreTrainedModel, Decoder):
                 f"input_ids are of {len(given)} sequences, the cache of {cache.batch_size}; "
                 "cache.batch_select_indices(rows) has others"
             )
+
+
+def check_one_device(parameters: Iterable[Any]) -> None:
+    """Raises ValueError for parameters on several devices; offloaded ones do not count."""
+    devices = sorted({str(p.device) for p in parameters if p.device.type != "meta"})
+    if len(devices) > 1:
+        raise ValueError(
+            f"a cache is on one device and the model on {', '.join(devices)}; use_cache=False "
+            "reads all tokens again for each new one"
+        )
 
 
 def kept(x: Float[Tensor, "B T F"], keep: int | Tensor) -> Float[Tensor, "B K F"]:

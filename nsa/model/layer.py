@@ -239,6 +239,7 @@ class NSAAttention(nn.Module):
                 "None, and cu_seqlens the borders [N + 1] of packed sequences or None; queries, "
                 "keys and values are all made of x: layer(x)"
             )
+        rotary = None if rotary is None else rotary.to(x.device)
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError(

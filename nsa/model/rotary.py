@@ -33,6 +33,15 @@ class Rotary:
 
         return rotary.rotate(self.cos, self.sin, self.positions, False, list(xs))
 
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "Rotary":
+        """Tables on that device; accelerate calls it for models spread over several."""
+        if self.cos.device == torch.device(device):
+            return self
+        tables = self.cos, self.sin, self.positions
+        return Rotary(
+            *(x if x is None else x.to(device, non_blocking=non_blocking) for x in tables)
+        )
+
 
 def has_kernel(x: Tensor) -> bool:
     """Whether one kernel turns x; torch.compile makes its own of the plain form."""

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from nsa.hf import NSAConfig, NSAForCausalLM, NSAModel
+from nsa.hf.base import check_one_device
 
 IDS = tokens(2, 30)
 
@@ -269,6 +271,24 @@ def test_weights_on_disk_serve_as_those_in_memory(tmp_path):
         assert torch.equal(off(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
         found = off.generate(ids, max_new_tokens=3, do_sample=False)
         assert torch.equal(found, whole.generate(ids, max_new_tokens=3, do_sample=False))
+
+
+def test_a_cache_is_refused_where_a_model_is_on_two_devices():
+    with pytest.raises(ValueError, match="model on cpu, cuda:1; use_cache=False"):
+        check_one_device(SimpleNamespace(device=torch.device(d)) for d in ("cuda:1", "cpu", "meta"))
+
+
+@pytest.mark.gpus2
+def test_a_model_over_two_gpus_says_what_it_says_on_one(tmp_path):
+    folder, ids = saved(tmp_path), IDS.clamp(3, 90)
+    place = {"model.embed_tokens": 0, "model.blocks.0": 0, "model.blocks.1": 1}
+    place |= {"model.norm": 1, "lm_head": 1}
+    two = AutoModelForCausalLM.from_pretrained(folder, device_map=place)
+    one = AutoModelForCausalLM.from_pretrained(folder).to("cuda:0")
+    assert torch.equal(two(ids, use_cache=False).logits.cpu(), one(ids).logits.cpu())
+    plain = {"max_new_tokens": 3, "do_sample": False}
+    found = two.generate(ids, use_cache=False, **plain)
+    assert torch.equal(found.cpu(), one.generate(ids.cuda(), **plain).cpu())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per:UserWarning")

@@ -394,3 +394,14 @@ def test_the_layer_is_the_reference_with_its_weights_written_out(borders, phi, r
     grads = (torch.autograd.grad(o, leaves, of, materialize_grads=True) for o in (got, want))
     for name, g, w in zip(names, *grads, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_layer_takes_angles_from_another_device():
+    """As a model that is spread over several devices hands them on; meta stands for one."""
+    config = tiny(backend="masked")
+    with torch.device("meta"):
+        layer = NSAAttention(config)
+        x = torch.empty(1, 40, config.dim)
+    angles = rotary_for(config, 40, torch.device("cpu"), torch.tensor([0, 10, 40]))
+    assert angles.to(torch.device("cpu")) is angles
+    assert layer(x, angles).device.type == "meta"
