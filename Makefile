@@ -3,7 +3,7 @@
 PYTHON ?= python3
 NOTEBOOK ?= memory_scaling
 EXTRAS ?= triton,notebooks,lab,site,cluster,hf,dev
-CLIENTS ?= $(EXTRAS),trl,peft,lm_eval,bnb,fla,torchtitan
+CLIENTS ?= $(EXTRAS),trl,peft,lm_eval,bnb,fla
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -93,6 +93,10 @@ test-all: $(READY)
 # What stays out of `make` and CI: several hundred MB of other projects, and their tests.
 test-clients: $(READY)
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[$(CLIENTS)]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
+		einops spmd_types tensorboard torch_checkpointing torchdata tyro
+# It asks for an older datasets than the notebooks do.
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps torchtitan
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "" tests/hf tests/recipes
 
 test-environment: $(READY)

@@ -34,6 +34,7 @@ class Import:
     target: str
     level: int
     on_top: bool
+    runs: bool  # or is for a type checker
 
     def __str__(self) -> str:
         return f"{self.file.name}:{self.line} imports {'.' * self.level}{self.target}"
@@ -44,24 +45,26 @@ def imports_of(file: Path) -> Iterator[Import]:
 
 
 @cache
-def imports_in(source: str) -> list[tuple[int, str, int, bool]]:
-    """(line, target, level, on_top) of each import; a text that is read again costs nothing."""
+def imports_in(source: str) -> list[tuple[int, str, int, bool, bool]]:
+    """(line, target, level, on_top, runs) of each import; a text read again costs nothing."""
 
-    def visit(node: ast.AST, on_top: bool) -> Iterator[tuple[int, str, int, bool]]:
+    def visit(
+        node: ast.AST, on_top: bool, runs: bool
+    ) -> Iterator[tuple[int, str, int, bool, bool]]:
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, x.name, 0, on_top) for x in node.names)
+            yield from ((node.lineno, x.name, 0, on_top, runs) for x in node.names)
         elif isinstance(node, ast.ImportFrom):
             # `from nsa import model` names the module only in its last part
             for name in node.names:
                 base = node.module or ""
                 target = f"{base}.{name.name}" if base.split(".")[0] in ("nsa", "") else base
-                yield node.lineno, target.strip("."), node.level, on_top
+                yield node.lineno, target.strip("."), node.level, on_top, runs
         lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, on_top and not lazy and not typing)
+            yield from visit(child, on_top and not lazy and not typing, runs and not typing)
 
-    return list(visit(ast.parse(source), True))
+    return list(visit(ast.parse(source), True, True))
 
 
 def layer_of(dotted: str) -> str:
