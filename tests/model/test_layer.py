@@ -397,7 +397,7 @@ def test_the_layer_is_the_reference_with_its_weights_written_out(borders, phi, r
 
 
 def test_a_layer_takes_angles_from_another_device():
-    """As a model that is spread over several devices hands them on; meta stands for one."""
+    """Models spread over several devices hand them on so; meta stands for another device."""
     config = tiny(backend="masked")
     with torch.device("meta"):
         layer = NSAAttention(config)
