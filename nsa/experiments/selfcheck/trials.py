@@ -22,7 +22,7 @@ from typing import Any
 
 from nsa.experiments.selfcheck.faults.registry import Fault, chosen, every, why_not
 from nsa.experiments.selfcheck.judged import LATE, NOTHING, Judged, blind
-from nsa.lab import oracles
+from nsa.lab import attached, oracles
 from nsa.lab.process import runner, trial
 from nsa.lab.process.told import ACCUSES
 from nsa.lab.training import TrainingSpec
@@ -146,7 +146,8 @@ def plant(
     limits = {"deadline_s": times * fault.deadline_s, "stall_s": STALL_S, "on_hang": "kill"}
     limits |= {"predicted_s": fault.predicted_s, "on_stall": "report" if fault.control else "kill"}
     with _company(folder) if fault.beside else nullcontext():
-        evidence = runner.run(spec(fault, scale), folder=folder, stop=stop, **limits)
+        made = spec(fault, scale)
+        evidence = runner.run(made, folder=folder, stop=stop, attached=attached.PATH, **limits)
     Path(folder, "evidence.json").write_text(json.dumps(evidence.to_dict()), encoding="utf-8")
     evidence = blind(evidence, fault)
     verdict = judge(evidence)

@@ -18,11 +18,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import child, gpus, interpreters, preflight, ranks, renamed, script, trial
+from nsa.lab.process import (
+    child,
+    deadlines,
+    gpus,
+    interpreters,
+    preflight,
+    ranks,
+    renamed,
+    script,
+    trial,
+)
 from nsa.lab.process.printed import Printed
 from nsa.lab.process.procfs import kernel_kills
 from nsa.lab.process.supervisor import Supervisor, settle
-from nsa.lab.search import time_model
 from nsa.lab.watch import flight_recorder
 from nsa.lab.watch.devices import device_use
 from nsa.lab.watch.evidence import Evidence
@@ -122,6 +131,7 @@ def run(
     on_hang: str = "report",
     on_stall: str = "report",
     tell: Callable[[dict[str, Any]], Any] = lambda report: None,
+    attached: str | None = None,
 ) -> Evidence:
     """Runs the trial; returns what was seen, and raises nothing for how it ended.
 
@@ -133,7 +143,9 @@ def run(
     "report" or "kill", what a certified hang and a stall do to it. tell: told of each when it is
     seen, and when it is withdrawn. folder: emptied first, it keeps what the processes wrote. gpu:
     the only one that it sees, as `nsa.lab.process.gpus` lends them; which one that is makes no
-    other trial of it. stop: ends it from another thread.
+    other trial of it. stop: ends it from another thread. attached: "package.module:Class",
+    made in each rank's process to look at its steps, see process.subject; oracles and observers
+    want one.
 
     Raises ValueError for a subject, an oracle, an interpreter or times that cannot be, OSError
     where `folder` cannot be written.
@@ -142,10 +154,14 @@ def run(
         check_subject(spec.subject)
     else:
         interpreters.check(spec.python, spec.subject)
+    kind = child.resolve(attached) if attached is not None else None
+    if spec.oracles and kind is None:
+        raise ValueError(
+            f"oracles={spec.oracles} and nothing attached that has them; "
+            "attached='nsa.lab.attached:Attached' would do"
+        )
     if spec.oracles:
-        from nsa.lab import oracles
-
-        oracles.check(spec.oracles)
+        kind.check(spec.oracles)
     times = {"predicted_s": predicted_s, "deadline_s": deadline_s, "stall_s": stall_s}
     for name, value in times.items():
         if value is not None and not value > 0:
@@ -153,7 +169,7 @@ def run(
     for name, value in {"on_hang": on_hang, "on_stall": on_stall}.items():
         if value not in ACTIONS:
             raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIONS)}")
-    soft_s = time_model.soft_deadline(predicted_s, factor) if predicted_s else None
+    soft_s = deadlines.soft_deadline(predicted_s, factor) if predicted_s else None
     folder = Path(folder).resolve()
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
@@ -179,7 +195,7 @@ def run(
         kills = {"on_hang": on_hang, "on_stall": on_stall, "tell": tell}
         supervisor = Supervisor(evidence, folder, spec.ranks, stop=stop, use=use, **kills)
         started = time.monotonic()
-        given = {"spec": spec.to_dict(), "folder": str(folder)}
+        given = {"spec": spec.to_dict(), "folder": str(folder), "attached": attached}
         printed = Printed(folder)
 
         def watch(pid: int) -> str:
@@ -195,7 +211,8 @@ def run(
             ended = ranks.run_ranks("nsa.lab.process.subject:run", given, **options)
         supervisor.close()
     evidence.seconds = time.monotonic() - started
-    settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > killed)
+    killed = (kernel_kills() or 0) > killed
+    settle(evidence, ended, supervisor, folder, killed=killed, merge=kind and kind.merge)
     first = evidence.end.first_rank if evidence.end is not None else None
     evidence.output = printed.last(spec.ranks, first)
     evidence.notes += filter(None, [printed.note()])

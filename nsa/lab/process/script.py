@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import fcntl
 import importlib.util
 import os
@@ -15,8 +16,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from nsa.spelling import nearest
 
 
 def is_script(subject: str) -> bool:
@@ -59,7 +58,8 @@ def _no_script(file: Path) -> str:
         return f"is a folder{hint if inside else ' without scripts'}"
     if not file.exists():
         others = sorted(one.name for one in file.parent.glob("*.py"))
-        hint = f"; {nearest(file.name, others)}" if others else ""
+        near = difflib.get_close_matches(file.name, others, n=1) if len(others) > 4 else others
+        hint = f"; known are {', '.join(near or others)}" if others else ""
         return f"is no file in {Path.cwd()}{hint}"
     if file.suffix == ".ipynb":
         made = file.with_suffix(".py")

@@ -4,8 +4,7 @@
 step(i) -> the loss of step i, counted from 0: a tensor, a number or None. That is all a stranger's
 training needs. What else it has is used: `model`, a torch.nn.Module; `close()`; `oracles()` ->
 {name: {"ok", "detail"}}, asked at the end; `witness()` -> what ran and `result()` -> what came of
-it, both JSON-able. Where the observer "measure" is asked for, its steps are timed, see
-nsa.lab.measure.steps, and `measured(count)` -> (what more it measures after them, oracles).
+it, both JSON-able.
 
 A torch.nn.Module without step(i), its class or a function that makes one has a step made for it,
 see default_step. "train.py", or "package.module" as by python -m, is a script and run as it is.
@@ -28,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.measure.steps import StepMeter
 from nsa.lab.process import child, preflight, script, sources, trial
 from nsa.lab.watch import Progress, Unheard, flight_recorder
 
@@ -162,31 +160,50 @@ class _Loaded:
         child.put(self._file, found)
 
 
+class _Nothing(contextlib.nullcontext):
+    """An attachment that does nothing; it has all that one has."""
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def begin(self, step: int) -> None:
+        """Before a step, counted from 0."""
+
+    def end(self, step: int, loss: Any = None) -> None:
+        """After it, with its loss where the subject returned one."""
+
+    def results(self, remake: Callable | None = None) -> dict[str, Any]:
+        """Results of oracles; `remake(changes)` makes the subject anew with other settings."""
+        return {}
+
+    def measured(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(measurements for the trial's result, results of oracles about them)."""
+        return {}, {}
+
+    def notes(self) -> list[str]:
+        """Sentences for the trial's page, after it is closed."""
+        return []
+
+    def witness(self) -> Any:
+        """A record of what ran, JSON-able, after it is closed; None: nothing is known."""
+
+
 @contextlib.contextmanager
-def _snapshot(given: dict[str, Any], left: dict[str, Any], subject: Any = None) -> Iterator[Any]:
-    """The MemorySnapshot that was asked for, which has begin(i) and end(i), or None; a Trainer of
-    this package tells it of its phases itself."""
-    asked = dict(name.split("=") for name in given["spec"]["observers"] if "=" in name)
-    if "memory_snapshot" not in asked:
-        yield None
-        return
-    import torch
-
-    from nsa.lab.observers.memory_snapshot import MemorySnapshot
-
-    model, trainer = getattr(subject, "model", None), getattr(subject, "trainer", None)
-    made = MemorySnapshot(
-        int(asked["memory_snapshot"]), Path(given["folder"]), rank_and_ranks()[0],
-        model=model if isinstance(model, torch.nn.Module) else None,
-    )  # fmt: skip
-    own = hasattr(trainer, "steps_done")
-    if own:
-        trainer.observers = (*trainer.observers, made)
+def _attached(given: dict[str, Any], left: dict[str, Any], subject: Any = None) -> Iterator[Any]:
+    """The attachment that given["attached"] names, "package.module:Class"; see `_Nothing`."""
+    path = given.get("attached")
+    if path is None:
+        made: Any = _Nothing()
+    else:
+        made = child.resolve(path)(
+            given["spec"], Path(given["folder"]), rank_and_ranks()[0], subject
+        )
     try:
-        yield None if own else made
+        with made:
+            yield made
     finally:
-        made.close()
-        left["notes"] = [*left.get("notes", ()), *made.notes]
+        left["notes"] = [*left.get("notes", ()), *made.notes()]
+    left["witness"] = subject.witness() if hasattr(subject, "witness") else made.witness()
 
 
 def _run_script(
@@ -195,36 +212,16 @@ def _run_script(
     spec = given["spec"]
     _seed(spec["seed"])
     words = script.arguments(spec["argv"], spec["settings"])
-    watched: Any = contextlib.nullcontext()
-    if spec["oracles"]:
-        from nsa.lab import oracles
-
-        watched = oracles.Watch(spec["oracles"], None)
-    meter = StepMeter() if "measure" in spec["observers"] else None
-    with watched as seen, _snapshot(given, left) as snapshot:
+    with _attached(given, left) as attached:
 
         def begin(step: int) -> None:
             if step == 1:
                 loaded.leave()
-            if seen is not None:
-                seen.begin(step)
-            if meter is not None:
-                meter.begin()
-            if snapshot is not None:
-                snapshot.begin(step)
+            attached.begin(step)
 
-        def end(step: int) -> None:
-            if snapshot is not None:
-                snapshot.end(step)
-            if meter is not None:
-                meter.end()
-            if seen is not None:
-                seen.end(step, None)
-
-        done = script.run(spec["subject"], words, progress, begin, end)
-        left["result"] = {"steps": done} | (meter.result() if meter is not None else {})
-        if seen is not None:
-            left["oracles"] = seen.results()
+        done = script.run(spec["subject"], words, progress, begin, attached.end)
+        left["result"] = {"steps": done} | attached.measured()[0]
+        left["oracles"] = attached.results()
 
 
 def _run(
@@ -238,29 +235,13 @@ def _run(
     _seed(spec["seed"])
     progress.attach()
     subject = make(spec["subject"], spec["settings"], progress)
-    watched: Any = contextlib.nullcontext()
-    if spec["oracles"]:
-        from nsa.lab import oracles
-
-        watched = oracles.Watch(spec["oracles"], subject, spec["settings"])
-    meter = StepMeter() if "measure" in spec["observers"] else None
-    with watched as seen, _witnessed(subject, left), _snapshot(given, left, subject) as snapshot:
+    with _attached(given, left, subject) as attached:
         for i in range(spec["steps"]):
             progress.step(i)
-            if seen is not None:
-                seen.begin(i)
-            if meter is not None:
-                meter.begin()
-            if snapshot is not None:
-                snapshot.begin(i)
+            attached.begin(i)
             loss = subject.step(i)
-            if snapshot is not None:
-                snapshot.end(i)
-            if meter is not None:
-                meter.end()
+            attached.end(i, loss)
             losses.append(loss.detach() if hasattr(loss, "detach") else loss)
-            if seen is not None:
-                seen.end(i, loss)
             if i == 0:
                 loaded.leave()
         progress.enter("end")
@@ -270,33 +251,18 @@ def _run(
             settings = {**spec["settings"], **changes}
             return make(spec["subject"], settings, Unheard(progress))
 
-        if seen is not None:
-            left["oracles"] = seen.results(remake)
+        left["oracles"] = attached.results(remake)
         if hasattr(subject, "oracles"):
             left["oracles"] |= subject.oracles()
         left["notes"] = [*left.get("notes", ()), *getattr(subject, "notes", ())]
         if hasattr(subject, "result"):
             left["result"] = subject.result()
-        if meter is not None:
-            left["result"] = meter.result() | (left["result"] or {})
-            if hasattr(subject, "measured"):
-                more, told = subject.measured(count="count" in spec["observers"])
-                left["result"] |= more
-                left["oracles"] |= told
+        measured, told = attached.measured()
+        if measured:
+            left["result"] = {**(left["result"] or {}), **measured}
+        left["oracles"] |= told
     if hasattr(subject, "close"):
         subject.close()
-
-
-@contextlib.contextmanager
-def _witnessed(subject: Any, left: dict[str, Any]) -> Iterator[None]:
-    """Which implementations of attention ran, where any of ours is there to run."""
-    witness = sys.modules.get("nsa.attention.witness")
-    with witness.recording() if witness else contextlib.nullcontext() as recorded:
-        yield
-    if recorded is not None and recorded.paths:
-        left["witness"] = recorded.record()
-    if hasattr(subject, "witness"):
-        left["witness"] = subject.witness()
 
 
 def _seed(seed: int) -> None:

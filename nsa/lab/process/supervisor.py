@@ -128,8 +128,12 @@ def settle(
     folder: Path,
     *,
     killed: bool,
+    merge: Callable[[dict[int, dict[str, Any]]], dict[str, Any]] | None = None,
 ) -> None:
-    """Completes the evidence of a trial that has ended; killed: the kernel did so, for memory."""
+    """Completes the evidence of a trial that has ended; killed: the kernel did so, for memory.
+
+    merge: one result of each oracle from those by rank; by default the first rank's.
+    """
     if isinstance(ended, Outcome):
         wrote = (folder / "result.json").is_file()
         end = _end(ended.status, ended.message, ended.evidence, ended.returncode, wrote=wrote)
@@ -146,7 +150,7 @@ def settle(
     peaks = peaks or [sample.rss_mib or 0.0 for sample in evidence.samples]
     evidence.end = replace(end, peak_mib=max(peaks, default=None))
     if left:
-        _take(evidence, left)
+        _take(evidence, left, merge or _firsts)
 
 
 def _of_ranks(rows: list[dict[str, Any]], killed: bool) -> End:
@@ -202,7 +206,21 @@ def _lost(losses: dict[int, Any]) -> dict[str, dict[str, Any]]:
     return {"loss": {"ok": False, "detail": told, "what": "nan-loss", "place": ""}}
 
 
-def _take(evidence: Evidence, left: dict[int, dict[str, Any]]) -> None:
+def _firsts(by_rank: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The first rank's, or of a broken one, by name."""
+    found: dict[str, Any] = {}
+    for results in by_rank.values():
+        for name, one in results.items():
+            if name not in found or (one["ok"] is False and found[name]["ok"] is not False):
+                found[name] = one
+    return found
+
+
+def _take(
+    evidence: Evidence,
+    left: dict[int, dict[str, Any]],
+    merge: Callable[[dict[int, dict[str, Any]]], dict[str, Any]],
+) -> None:
     """What the ranks wrote down."""
     evidence.losses = [float(loss) for loss in left.get(0, {}).get("losses", ())]
     evidence.witness = next((found["witness"] for found in left.values()), None)
@@ -210,9 +228,7 @@ def _take(evidence: Evidence, left: dict[int, dict[str, Any]]) -> None:
     evidence.notes += left.get(0, {}).get("notes") or []
     said = {rank: found["oracles"] for rank, found in left.items() if found["oracles"]}
     if said:
-        from nsa.lab import oracles
-
-        evidence.oracles = oracles.merge(said)
+        evidence.oracles = merge(said)
     losses = {rank: found.get("losses", ()) for rank, found in left.items()}
     evidence.oracles |= _lost(losses) if len(left) > 1 else {}
     source = evidence.environment.get("source")

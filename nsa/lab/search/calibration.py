@@ -17,12 +17,13 @@ from statistics import median
 from typing import Any
 
 from nsa.lab.process import preflight
+from nsa.lab.process.deadlines import longest_gap, stall_bound
 from nsa.lab.process.runner import Spec
 from nsa.lab.process.subject import make as make_subject
 from nsa.lab.process.subject import rank_and_ranks
 from nsa.lab.search import factors as known
 from nsa.lab.search.plan import Plan
-from nsa.lab.search.time_model import TimeModel, longest_gap, stall_bound
+from nsa.lab.search.time_model import TimeModel
 from nsa.lab.watch import Progress, Unheard, read
 from nsa.lab.watch.evidence import Evidence, P
 

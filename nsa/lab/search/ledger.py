@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from nsa.lab import attached
 from nsa.lab.process import child, preflight, runner, script, sources
 from nsa.lab.process.runner import Spec
 from nsa.lab.verdict import Verdict, judge
@@ -127,7 +128,7 @@ class Ledger:
                 return (id, *found)
             place = self.root / f".{id}.flight"
             with self._undone(id, place):
-                evidence = runner.run(spec, folder=place, **options)
+                evidence = runner.run(spec, folder=place, attached=attached.PATH, **options)
                 verdict = judge(evidence)
             self.put(id, evidence, verdict, place)
             return id, evidence, verdict

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.lab import attached
 from nsa.lab.process import preflight, script
 from nsa.lab.process.runner import Spec, run
 from nsa.lab.search.ledger import Ledger
@@ -94,7 +95,8 @@ def here(tmp_path, monkeypatch):
 
 
 def tried(here, subject, argv=(), **more):
-    return run(Spec(subject, argv=argv, **more), folder=here / "trial", deadline_s=120.0)
+    spec = Spec(subject, argv=argv, **more)
+    return run(spec, folder=here / "trial", deadline_s=120.0, attached=attached.PATH)
 
 
 @pytest.mark.processes

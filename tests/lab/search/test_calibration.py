@@ -3,12 +3,12 @@ from itertools import product
 
 import pytest
 
+from nsa.lab.process.deadlines import SOFT
 from nsa.lab.search import calibration
 from nsa.lab.search.calibration import REPEATS, Calibration, calibration_spec, size_of
 from nsa.lab.search.execute import Trials
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import Plan
-from nsa.lab.search.time_model import SOFT
 from nsa.lab.watch import Progress
 from nsa.lab.watch.evidence import Evidence
 

@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.lab.search.time_model import (
-    LEAST_STALL_S,
-    TimeModel,
-    longest_gap,
-    soft_deadline,
-    stall_bound,
-)
+from nsa.lab.process.deadlines import LEAST_STALL_S, longest_gap, soft_deadline, stall_bound
+from nsa.lab.search.time_model import TimeModel
 from nsa.model import data
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
