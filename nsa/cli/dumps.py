@@ -19,9 +19,9 @@ def dumps(arguments) -> int:
     """Read the Flight Recorder dumps that a job left, and name the ranks that held it up: behind,
     absent, in another call, or with a device that never reported an end. Exit code 1 if something
     stands, 0 if nothing does, 2 if nothing can be read."""
-    from nsa.lab.verdict import gone
-    from nsa.lab.verdict.guilt import blame
-    from nsa.lab.watch.dumps import read
+    from whyhung.verdict import gone
+    from whyhung.verdict.guilt import blame
+    from whyhung.watch.dumps import read
 
     folder = Path(arguments.folder)
     told = read(folder)

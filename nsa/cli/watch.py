@@ -41,8 +41,8 @@ def add(commands) -> None:
 def watch(arguments) -> int:
     """Run any command as it is, and report when it stands still: at which line, and who waits for
     whom. Nothing is ended unless asked for. Exit code: that of the command."""
-    from nsa.lab.process.watching import as_it_ended
-    from nsa.lab.process.watching import watch as run
+    from whyhung.process.watching import as_it_ended
+    from whyhung.process.watching import watch as run
 
     line = arguments.line[1:] if arguments.line[:1] == ["--"] else arguments.line
     try:
@@ -68,9 +68,9 @@ def watch(arguments) -> int:
 def attach(arguments) -> int:
     """Look at a job that runs already, and report what each rank does or waits for; changes nothing
     of it. Exit code 0 if nothing stands still, 1 if something does, 2 for bad input."""
-    from nsa.lab.process.attaching import attach as look
-    from nsa.lab.process.reports import Reports
-    from nsa.lab.verdict.explain import page
+    from whyhung.process.attaching import attach as look
+    from whyhung.process.reports import Reports
+    from whyhung.verdict.explain import page
 
     evidence, verdict = look(
         arguments.pid, all_ranks=arguments.all_ranks, seconds=arguments.seconds

@@ -1,6 +1,6 @@
 """Attachments of a trial that know torch models: oracles, a meter, memory snapshots, the witness.
 
-`nsa.lab.process.runner.run(spec, attached=PATH)` makes `Attached` in the process of every rank.
+`whyhung.process.runner.run(spec, attached=PATH)` makes `Attached` in the process of every rank.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ from typing import Any
 from nsa.experiments.selfcheck.faults.registry import Fault, chosen, every, why_not
 from nsa.experiments.selfcheck.judged import LATE, NOTHING, Judged, blind
 from nsa.lab import attached, oracles
-from nsa.lab.process import runner, trial
-from nsa.lab.process.told import ACCUSES
 from nsa.lab.training import TrainingSpec
-from nsa.lab.verdict import Verdict, judge
-from nsa.lab.verdict.explain import page
-from nsa.lab.watch.evidence import Evidence
 from nsa.workbook import environment
+from whyhung.process import runner, trial
+from whyhung.process.told import ACCUSES
+from whyhung.verdict import Verdict, judge
+from whyhung.verdict.explain import page
+from whyhung.watch.evidence import Evidence
 
 STALL_S = 5.0
 ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # all that need no word of what is planted

@@ -15,10 +15,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nsa.lab.process.deadlines import SOFT
 from nsa.lab.search.execute import Done, Trials
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import Plan
+from whyhung.process.deadlines import SOFT
 
 AIM = 0.25
 STEPS = 8

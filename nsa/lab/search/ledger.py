@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab import attached
-from nsa.lab.process import child, preflight, runner, script, sources
-from nsa.lab.process.runner import Spec
-from nsa.lab.verdict import Verdict, judge
-from nsa.lab.watch.evidence import Evidence
+from whyhung.process import child, preflight, runner, script, sources
+from whyhung.process.runner import Spec
+from whyhung.verdict import Verdict, judge
+from whyhung.watch.evidence import Evidence
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MATTERS = ("deadline_s", "stall_s", "factor")  # of how a trial is run, beside what is run

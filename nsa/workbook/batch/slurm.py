@@ -242,7 +242,7 @@ class Slurm:
 
 def run_child(file: str, log: str, timeout_s: float, gpus: int) -> int:
     """On the node: the job's child, in a session of its own, told by SIGTERM when its time ends."""
-    from nsa.lab.process.gpus import only
+    from whyhung.process.gpus import only
 
     number = os.environ.get("SLURM_JOB_ID", "")
     if parent := os.environ.get("SLURM_ARRAY_JOB_ID"):

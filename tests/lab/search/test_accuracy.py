@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa.lab.process.deadlines import SOFT
 from nsa.lab.search.accuracy import AIM, CELLS, foretold, judged, row
 from nsa.lab.search.ledger import Ledger
+from whyhung.process.deadlines import SOFT
 
 
 def done(predicted_s, took_s, how="returned", began_s=2.0):

@@ -10,12 +10,12 @@ import torch
 from nsa.attention.api import nsa_attention
 from nsa.config import NSAConfig
 from nsa.lab import attached
-from nsa.lab.process.runner import Spec, run
 from nsa.lab.search.factors import TRAINING_SUBJECT
 from nsa.lab.search.training_subject import branchwise, by_branches, make
-from nsa.lab.verdict import judge
-from nsa.lab.watch import Progress, read
 from nsa.model import layer, rotary
+from whyhung.process.runner import Spec, run
+from whyhung.verdict import judge
+from whyhung.watch import Progress, read
 
 SMALL = {"layers": 1, "tokens": 48, "device": "cpu", "backend": "gather"}
 
