@@ -166,18 +166,21 @@ def test_what_goes_wrong_stays_unnoticed_by_the_program(tmp_path, fault):
 
 
 def test_an_interpreter_without_this_package_finds_it_by_its_place_alone(tmp_path):
-    """One that cannot import nsa, and has a torch of its own: here, a small imitation."""
+    """One that cannot import whyhung, and has a torch of its own: here, a small imitation."""
     (tmp_path / "torch.py").write_text("")
     (tmp_path / "watched").mkdir()
     base = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
     environment = inside.environment(tmp_path / "watched", base)
-    code = "import sys, torch; print('nsa' in sys.modules, [p for p in sys.path if 'nsa' in p])"
+    code = (
+        "import sys, torch; print('whyhung' in sys.modules, 'nsa' in sys.modules, "
+        "[p for p in sys.path if 'whyhung' in p or 'nsa' in p])"
+    )
     command = [sys.executable, "-I", "-c", code]
     isolated = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert b"No module named 'torch'" in isolated.stderr or isolated.returncode == 0
     command = [os.path.realpath(sys.executable), "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout == "True []\n" and done.stderr == ""
+    assert done.returncode == 0 and done.stdout == "True False []\n" and done.stderr == ""
 
 
 def test_what_the_user_has_set_stays(tmp_path):
