@@ -23,7 +23,7 @@ class Reports:
     Where it cannot be written the user is told so once, and pages go to stderr.
     """
 
-    def __init__(self, folder: Path, name: str = "nsa watch") -> None:
+    def __init__(self, folder: Path, name: str = "whyhung watch") -> None:
         self.folder, self.name = folder, name
         self._refused, self._line = "", ""
         # Where the command prints to the same terminal, a line would lie between its own.
@@ -48,7 +48,7 @@ class Reports:
             self._raw(page(evidence, verdict) + "\n")
             self.say(said)
         elif verdict.kind == "SLOW" and evidence.end is None:
-            self.say(f"{said}; what would settle it: nsa explain {self.folder}")
+            self.say(f"{said}; what would settle it: {self.name.split()[0]} explain {self.folder}")
         else:
             lines = [said, f"the page: {self.folder / 'report.txt'}"]
             for line in lines if evidence.end is None else lines[::-1]:

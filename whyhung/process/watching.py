@@ -59,25 +59,28 @@ def watch(
     on_hang: str = "report",
     stall_s: float = 5.0,
     limit_s: float | None = None,
+    name: str = "whyhung watch",
 ) -> int:
     """Runs `command`; its exit code, or minus the signal that ended it.
 
     folder: for evidence and reports; by default a new one below watch/. nodes: one that several
     nodes share, each with a folder of its own in it. count: have its Python processes count their
     progress (whyhung.watch.inside). on_stall, on_hang: "report" or "kill". limit_s: the user's own;
-    the command is ended when it is over. Call it in the main thread.
+    the command is ended when it is over. name: of the command line that users typed, in what is
+    said to them. Call it in the main thread.
 
     Raises ValueError for what cannot be, and OSError for a command that cannot be started.
     """
     if not command:
-        raise ValueError("no command; write: nsa watch -- python train.py")
-    for name, value in {"on_hang": on_hang, "on_stall": on_stall}.items():
+        raise ValueError(f"no command; write: {name} -- python train.py")
+    for option, value in {"on_hang": on_hang, "on_stall": on_stall}.items():
         if value not in ACTIONS:
-            raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIONS)}")
+            raise ValueError(f"{option}={value!r} is none of {', '.join(ACTIONS)}")
     if folder is not None and nodes is not None:
         raise ValueError("a folder and a folder of nodes: give one of them")
     shared = None if nodes is None else Nodes(Path(nodes))
-    reports = Reports(shared.own if shared else Path(folder) if folder else _fresh(command))
+    place = shared.own if shared else Path(folder) if folder else _fresh(command)
+    reports = Reports(place, name)
     evidence = Evidence(spec={"command": shlex.join(command)}, stall_s=stall_s)
     inner = _counters() if count else None
     given = inside.environment(inner, os.environ) if inner else dict(os.environ)
