@@ -94,7 +94,7 @@ def test_the_last_line_on_stderr_says_what_stood(told, tmp_path, capsys):
     evidence.end = ENDS["ended by you (SIGINT)"]
     Reports(tmp_path).tell(evidence, judge(evidence))
     *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("nsa watch: ended by you (SIGINT) while: HANG")
+    assert last.startswith("whyhung watch: ended by you (SIGINT) while: HANG")
     assert (tmp_path / "report.txt").read_text().startswith("ended by you (SIGINT) while: HANG")
 
 
@@ -103,8 +103,8 @@ def test_slow_is_one_line_with_what_would_settle_it(tmp_path, capsys):
     Reports(tmp_path).tell(Evidence(), slow)
     said = capsys.readouterr().err
     assert said == (
-        f"nsa watch: SLOW for 61 s, not counted: rank 0 works, at {LINE}; "
-        f"what would settle it: nsa explain {tmp_path}\n"
+        f"whyhung watch: SLOW for 61 s, not counted: rank 0 works, at {LINE}; "
+        f"what would settle it: whyhung explain {tmp_path}\n"
     )
 
 
