@@ -23,8 +23,8 @@ LINES = {
     "nsa/workbook": (6837, 4700),
     "nsa/experiments": (23333, 9500),
     "nsa/cli": (1951, 1150),
-    "nsa": (64220, 40500),
-    "whyhung": (12230, 8500),
+    "nsa": (64073, 40500),
+    "whyhung": (12445, 8500),
     "tests": (60970, 34000),
 }
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
