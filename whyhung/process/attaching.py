@@ -29,7 +29,7 @@ STALL_S = 0.5
 PIPE, DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "/tmp/nccl_trace_rank_"
 DUMPS = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 NEXT_TIME = (
-    "what its collectives were: nothing records them where others can read it; `nsa watch -- "
+    "what its collectives were: nothing records them where others can read it; `whyhung watch -- "
     f"COMMAND` does, or {PIPE}=/tmp/fr_ and TORCH_FR_BUFFER_SIZE=2000 when the job is started"
 )
 _LAUNCHERS = ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "slurmstepd", "hydra")

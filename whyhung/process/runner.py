@@ -155,9 +155,9 @@ def run(
     else:
         interpreters.check(spec.python, spec.subject)
     kind = child.resolve(attached) if attached is not None else None
-    if spec.oracles and kind is None:
+    if (spec.oracles or "measure" in spec.observers) and kind is None:
         raise ValueError(
-            f"oracles={spec.oracles} and nothing attached that has them; "
+            f"oracles={spec.oracles} and observers={spec.observers} want something attached; "
             "attached='nsa.lab.attached:Attached' would do"
         )
     if spec.oracles:

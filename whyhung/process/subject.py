@@ -259,7 +259,7 @@ def _run(
             left["result"] = subject.result()
         measured, told = attached.measured()
         if measured:
-            left["result"] = {**(left["result"] or {}), **measured}
+            left["result"] = {**measured, **(left["result"] or {})}
         left["oracles"] |= told
     if hasattr(subject, "close"):
         subject.close()

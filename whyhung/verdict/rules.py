@@ -250,7 +250,7 @@ def _settle(found: Stall) -> list[str]:
         "socket": f"ss -tnp | grep pid={found.pid}",
         "file lock": "cat /proc/locks",
         "device": f"cuda-gdb --pid {found.pid} -batch -ex 'info cuda kernels'",
-        "collective": "TORCH_FR_BUFFER_SIZE=2000 and `nsa watch`: every rank's collectives",
+        "collective": "TORCH_FR_BUFFER_SIZE=2000 and `whyhung watch`: every rank's collectives",
         "stopped": f"kill -CONT {found.pid}",
         "polling": f"strace -f -e trace=file -p {found.pid}",
     }
