@@ -167,7 +167,8 @@ def test_who_skips_a_collective_is_named_and_it_is_in_the_flight_recorders(tmp_p
     evidence = trial("skipped_collective", tmp_path, ranks=2)
     assert [rows[-1]["seq"] for _, rows in sorted(evidence.flights.items())] == [2, 1]
     found = judge(evidence)
-    assert found.kind in ("HANG", "STALLED") and found.numbers["rank"] == 1, found.because
+    assert found.kind in ("HANG", "STALLED"), found.because
+    assert found.numbers["where"] == "rank 1", found.because
     assert found.what != "collective" and "skipped_collective" in found.line
 
 
