@@ -157,14 +157,18 @@ def test_a_message_begins_a_line_of_its_own_and_a_title_stays(tmp_path):
     subprocess.run(command, stdout=its, **options)
     drawn = os.read(mine, 10_000)
     assert (
-        b"|\r\nwhyhung watch: HANG: here\r\n" in drawn and b"\x1b]" not in drawn and b"12" not in drawn
+        b"|\r\nwhyhung watch: HANG: here\r\n" in drawn
+        and b"\x1b]" not in drawn
+        and b"12" not in drawn
     )
     subprocess.run(command, stdout=subprocess.DEVNULL, **options)
-    assert b"\x1b[Knsa watch 12 s\r\x1b[Kwhyhung watch: HANG: here\r\n" in os.read(mine, 10_000)
+    assert b"\x1b[Kwhyhung watch 12 s\r\x1b[Kwhyhung watch: HANG: here\r\n" in os.read(mine, 10_000)
     with open(tmp_path / "log", "w") as log:
         subprocess.run(command, **options | {"stderr": log})
     assert (
-        (tmp_path / "log").read_text().endswith("|\nwhyhung watch: HANG: here\nnsa watch: the page\n")
+        (tmp_path / "log")
+        .read_text()
+        .endswith("|\nwhyhung watch: HANG: here\nwhyhung watch: the page\n")
     )
     os.close(mine)
     os.close(its)
