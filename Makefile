@@ -115,4 +115,4 @@ refresh: $(READY)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info
-	find nsa tests notebooks -depth \( -name __pycache__ -o -name .ipynb_checkpoints \) -exec rm -rf {} +
+	find nsa whyhung tests notebooks -depth \( -name __pycache__ -o -name .ipynb_checkpoints \) -exec rm -rf {} +

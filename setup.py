@@ -26,7 +26,7 @@ class WithNotebooks(build_py):
 
 
 setup(
-    packages=[*find_packages(include=["nsa", "nsa.*"]), "nsa_autoload"],
+    packages=[*find_packages(include=["nsa", "nsa.*", "whyhung", "whyhung.*"]), "nsa_autoload"],
     package_dir={"nsa_autoload": "nsa/autoload"},
     cmdclass={"build_py": WithNotebooks},
 )

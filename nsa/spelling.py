@@ -2,7 +2,6 @@
 
 import ast
 import difflib
-import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -64,12 +63,3 @@ def choice(name: str, given: object, known: Collection[object]) -> None:
     """ValueError unless `given` is one of `known`."""
     if given not in known:
         raise ValueError(f"{name}={given!r} is unknown; {nearest(given, known)}")
-
-
-def seconds(text: str | float) -> float:
-    """`90`, `90s`, `20m`, `1.5h` in seconds. ValueError for what is none, or 0."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", str(text))
-    units = {"": 1, "s": 1, "m": 60, "h": 3600}
-    if found and (value := float(found[1]) * units[found[2]]) > 0:
-        return value
-    raise ValueError(f"{text!r} is no duration; write 90, 90s, 20m or 2h")

@@ -12,7 +12,6 @@ from nsa.cli import (
     batch,
     bench,
     dtypes,
-    dumps,
     estimate,
     figures,
     generate,
@@ -22,9 +21,9 @@ from nsa.cli import (
     site,
     train,
     trials,
-    watch,
 )
 from nsa.cli.options import BAD_INPUT, FAILED, GOOD
+from whyhung import cli as hung
 
 # Modules whose distribution has another name.
 ALIASES = {"yaml": "pyyaml", "jinja2": "nbconvert", "bs4": "nbconvert"}
@@ -76,8 +75,7 @@ def parser() -> argparse.ArgumentParser:
         estimate,
         dtypes,
         trials,
-        watch,
-        dumps,
+        hung,
         selfcheck,
     ):
         family.add(commands)

@@ -8,19 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nsa.spelling import seconds
 from nsa.workbook import places
+from whyhung import cli as hung
+from whyhung.cli import BAD_INPUT, FAILED, GOOD, duration
 
-GOOD, FAILED, BAD_INPUT = 0, 1, 2
+__all__ = ["BAD_INPUT", "FAILED", "GOOD", "duration"]
 SEVERAL: dict[str, Any] = {"action": "append", "default": []}  # an option that may come again
-
-
-def duration(text: str) -> float:
-    """`90`, `90s`, `20m`, `1.5h` in seconds."""
-    try:
-        return seconds(text)
-    except ValueError as error:  # argparse shows the words of this kind alone
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def words(text: str) -> list[str]:
@@ -53,9 +46,7 @@ def command(
 
     The function's docstring is the help. The parser has the options of SHARED that are named.
     """
-    text = " ".join((function.__doc__ or "").split())
-    made = commands.add_parser(function.__name__, help=text, description=text)
-    made.set_defaults(command=function)
+    made = hung.command(commands, function)
     share(made, *shared)
     return made
 

@@ -76,7 +76,7 @@ def selfcheck(arguments) -> int:
 def text(rows, seconds: float) -> str:
     """The matrix, what was missed, and the sum of it."""
     from nsa.experiments.selfcheck.judged import matrix
-    from nsa.lab.verdict import KINDS
+    from whyhung.verdict import KINDS
 
     counts = matrix(rows)
     found = [kind for kind in KINDS if any(kind in row for row in counts.values())]

@@ -208,7 +208,7 @@ def plan_from(path: str):
 
 def gpus_of(plan):
     """The visible GPUs if any trial of the plan can use one, else None."""
-    from nsa.lab.process import gpus, preflight
+    from whyhung.process import gpus, preflight
 
     specs = map(plan.spec, plan.cells())
     uses = any(preflight.uses_gpu(spec.settings, spec.env) for spec in specs)
@@ -219,8 +219,8 @@ def explain(arguments) -> int:
     """Explain a trial: its verdict, the rule that applied, and the evidence that it read. It is
     looked for among the trials, then in the runs. Exit code 0 if it passed."""
     from nsa.lab.search.ledger import Ledger
-    from nsa.lab.verdict import judge
-    from nsa.lab.verdict.explain import page
+    from whyhung.verdict import judge
+    from whyhung.verdict.explain import page
 
     given = Path(arguments.trial).resolve()
     if (given / "verdict.json").is_file():

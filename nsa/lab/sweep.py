@@ -11,9 +11,9 @@ from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
-from nsa.lab.process.gpus import Gpus, only
-from nsa.lab.process.trial import Outcome, Stopped, run_child
 from nsa.lab.progress import lines
+from whyhung.process.gpus import Gpus, only
+from whyhung.process.trial import Outcome, Stopped, run_child
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 RUN_ENDS = "NSA_RUN_ENDS"  # environment variable: when a run's timeout ends it, by time.monotonic()

@@ -18,9 +18,9 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import Engine, NotebookExecutionManager, papermill_engines
 from papermill.log import logger
 
-from nsa.lab.process import family
 from nsa.workbook.files import write_notebook
 from nsa.workbook.kernel import kernel_manager
+from whyhung.process import family
 
 
 class Stop(Exception):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import nsa
 from nsa.lab import sweep
-from nsa.lab.process import child, family, preflight
+from whyhung.process import child, family, preflight
 
 PREFIXES = ("TORCH", "PYTORCH", "CUDA", "CUBLAS", "CUDNN", "NCCL", "TRITON")
 PREFIXES += ("NSA_", "OMP_", "MKL_", "SLURM_JOB")
@@ -23,7 +23,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SECRET = re.compile(r"token|secret|passw|credential|api_?key|auth", re.IGNORECASE)
 IDENTITY = re.compile("user|account|nodelist|node_?name|host|partition|group|uid|gid|cluster", re.I)
 PACKAGE = Path(__file__).resolve().parents[1]
-OWN = ("nsa", "notebooks", "tests")  # folders where a new file may change what runs
+OWN = ("nsa", "whyhung", "notebooks", "tests")  # folders where a new file may change what runs
 SOURCE = ("--", ".", ":(exclude)runs", ":(exclude)figures")
 NEW = ("--exclude-standard", "--", *OWN)
 

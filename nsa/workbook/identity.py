@@ -7,11 +7,13 @@ import re
 import subprocess
 import tarfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 
 from nsa.spelling import nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
+BESIDE = "whyhung"  # the package beside it, since it is one of its own
 
 
 def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
@@ -75,6 +77,8 @@ def run_id(
 def source(notebook: str | Path) -> str:
     """Hash of what runs: what the notebook's cells say (not their outputs), all of the package."""
     files = {path.relative_to(PACKAGE): path.read_bytes() for path in PACKAGE.rglob("*.py")}
+    top = PACKAGE.parent
+    files |= {p.relative_to(top): p.read_bytes() for p in (top / BESIDE).rglob("*.py")}
     return _digest(read_cells(notebook), files)
 
 
@@ -82,17 +86,22 @@ def source_at(commit: str, notebook: str, top: str | Path = PACKAGE.parent) -> s
     """`source` of the notebook of that name in that commit's tree; None if git has no such commit,
     or the commit no such notebook."""
     package, book = PACKAGE.name, f"notebooks/{notebook}.ipynb"
+    git = ["git", "-C", str(top)]
+    run = partial(subprocess.run, capture_output=True, timeout=60)
     try:
-        archive = subprocess.run(
-            ["git", "-C", str(top), "archive", "--format=tar", commit, package, book],
-            capture_output=True, check=True, timeout=60,
-        ).stdout  # fmt: skip
+        beside = run([*git, "cat-file", "-e", f"{commit}:{BESIDE}"]).returncode == 0
+        names = package, book, *[BESIDE] * beside
+        done = run([*git, "archive", "--format=tar", commit, *names], check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
         files = {PurePosixPath(m.name): tar.extractfile(m).read() for m in tar if m.isfile()}
     cells = json.loads(files.pop(PurePosixPath(book)))["cells"]
-    code = {p.relative_to(package): files[p] for p in files if p.suffix == ".py"}
+    code = {
+        p if p.parts[0] == BESIDE else p.relative_to(package): content
+        for p, content in files.items()
+        if p.suffix == ".py"
+    }
     return _digest(cells, code)
 
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from nsa.lab.search.ledger import Ledger
-from nsa.lab.verdict import judge
-from nsa.lab.verdict.explain import page
-from nsa.lab.watch.evidence import Evidence, thinned
-from nsa.lab.watch.flight_recorder import kept
 from nsa.workbook import environment, identity, metrics
 from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.record import load
+from whyhung.verdict import judge
+from whyhung.verdict.explain import page
+from whyhung.watch.evidence import Evidence, thinned
+from whyhung.watch.flight_recorder import kept
 
 KIB = 1024
 GOOD, MOST = 200 * KIB, 1024 * KIB  # bytes of a run's trials

@@ -10,7 +10,7 @@ from jupyter_client.manager import AsyncKernelManager
 START = """\
 import sys
 del sys.path[0]
-from nsa.lab.process.family import die_with_parent
+from whyhung.process.family import die_with_parent
 die_with_parent()
 from ipykernel import kernelapp
 kernelapp.launch_new_instance()
@@ -20,7 +20,7 @@ kernelapp.launch_new_instance()
 class OwnInterpreter(KernelSpecManager):
     """Every kernel runs on the interpreter that runs us, whatever kernel specs are installed.
 
-    What starts one gives it `nsa.lab.process.family.environment`, or it does not find this package.
+    What starts one gives it `whyhung.process.family.environment`, or it does not find this package.
     """
 
     def get_kernel_spec(self, kernel_name):

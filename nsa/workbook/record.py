@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import procfs
 from nsa.workbook.environment import utc_now
 from nsa.workbook.files import read_json, write_json
+from whyhung.process import procfs
 
 SCHEMA = 1
 STATUS_OF = {  # before its end a run is "running", or "lost" where its runner is gone

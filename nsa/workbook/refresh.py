@@ -15,8 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nsa.lab.process import family
 from nsa.workbook.files import write_notebook
+from whyhung.process import family
 
 CELL_TIMEOUT_S = 600
 VOLATILE = (

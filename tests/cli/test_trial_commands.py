@@ -11,10 +11,10 @@ from processes import environment_with_package
 
 from nsa.cli import main as cli
 from nsa.cli.trials import gpus_of
-from nsa.lab.process import preflight, runner
 from nsa.lab.search.plan import Plan
-from nsa.lab.watch.evidence import End, Evidence
 from nsa.spelling import settings
+from whyhung.process import preflight, runner
+from whyhung.watch.evidence import End, Evidence
 
 SUBJECT = "lab_entries:broken_pair"
 PLAN = f"""

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from nsa.cli import main as cli
-from nsa.lab.process import attaching, watching
-from nsa.lab.verdict import Verdict
-from nsa.lab.watch.evidence import Evidence
+from whyhung.process import attaching, watching
+from whyhung.verdict import Verdict
+from whyhung.watch.evidence import Evidence
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,12 @@ LINES = {
     "nsa/model": (4179, 3600),
     "nsa/hf": (1227, 1230),
     "nsa/recipes": (328, 330),
-    "nsa/lab/process": (4173, 3000),
-    "nsa/lab/watch": (4317, 3500),
-    "nsa/lab/verdict": (3730, 2000),
-    "nsa/lab": (25624, 15000),
+    "nsa/lab": (13503, 6500),
     "nsa/workbook": (6837, 4700),
     "nsa/experiments": (23333, 9500),
-    "nsa/cli": (2080, 1150),
-    "nsa": (76321, 49000),
+    "nsa/cli": (1951, 1150),
+    "nsa": (64073, 40500),
+    "whyhung": (12445, 8500),
     "tests": (60970, 34000),
 }
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
@@ -49,9 +47,9 @@ THIN, THIN_FILES = 40, 32  # files with fewer lines, `__init__` aside, and how m
 # Files that import each other, inside functions too; each is to be opened.
 CIRCLES = [
     {"nsa.kernels.hopper.launches", "nsa.kernels.hopper.scores", "nsa.kernels.topk"},
-    {"nsa.lab.watch.counting", "nsa.lab.watch.progress", "nsa.lab.watch.steps"},
     {"nsa.workbook.browse", "nsa.workbook.loaded"},
     {f"nsa.workbook.{name}" for name in ("engine", "interactive", "report", "run", "store")},
+    {"whyhung.watch.counting", "whyhung.watch.progress", "whyhung.watch.steps"},
 ]
 
 
@@ -75,19 +73,20 @@ def test_a_package_keeps_to_its_lines(package):
 
 
 def test_no_file_is_long():
-    files = [*python_in(PACKAGE), *python_in(ROOT / "tests")]
+    files = [f for name in ("nsa", "whyhung", "tests") for f in python_in(ROOT / name)]
     long = {str(f.relative_to(ROOT)) for f in files if lines_of(f) > LONGEST}
     assert long == LONG_TESTS
 
 
 def test_few_files_are_thin():
-    thin = [f for f in python_in(PACKAGE) if f.stem != "__init__" and lines_of(f) < THIN]
+    both = [*python_in(PACKAGE), *python_in(ROOT / "whyhung")]
+    thin = [f for f in both if f.stem != "__init__" and lines_of(f) < THIN]
     assert len(thin) <= THIN_FILES, [str(f.relative_to(ROOT)) for f in thin]
 
 
-def circles(package: Path) -> list[set[str]]:
+def circles(*packages: Path) -> list[set[str]]:
     """Sets of modules that reach each other by imports that run, those inside functions too."""
-    files = {dotted_name(package, file): file for file in python_in(package)}
+    files = {dotted_name(each, file): file for each in packages for file in python_in(each)}
 
     def module(target: str) -> str:
         while target not in files and "." in target:
@@ -121,7 +120,7 @@ def reach(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def test_no_circle_of_imports_is_new():
-    assert circles(PACKAGE) == CIRCLES
+    assert circles(PACKAGE, ROOT / "whyhung") == CIRCLES
 
 
 def test_a_planted_circle_is_found(tmp_path):

@@ -31,7 +31,14 @@ def gone_from(text: str, log: str = "") -> list[str]:
     return sorted({m[0] for m in lost if not re.search(rf"…-{m[1]}`|{m[1]}` \(until", log)})
 
 
-NAMED_IN = ("README.md", "docs/*.md", "nsa/**/*.*", "notebooks/**/*.*", "figures/*.svg")
+NAMED_IN = (
+    "README.md",
+    "docs/*.md",
+    "nsa/**/*.*",
+    "whyhung/**/*.*",
+    "notebooks/**/*.*",
+    "figures/*.svg",
+)
 
 
 @pytest.mark.parametrize("pattern", [*NAMED_IN, "runs/*/*/verdicts.json"])

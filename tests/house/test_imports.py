@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from places import PACKAGE
+from places import PACKAGE, ROOT
 from processes import printed_by
 
 # A layer may import itself and lower floors. reference and kernels share a floor and stay apart.
@@ -19,6 +19,7 @@ FLOORS = (
 )
 FLOOR = {layer: number for number, floor in enumerate(FLOORS.split()) for layer in floor.split(",")}
 DATA = "nsa.experiments.case_study.figures"
+OURS = ("nsa", "whyhung", "")
 BASE = {"torch", "numpy", "jaxtyping", "typing_extensions"}  # what `pip install nsa` brings
 # What must load with BASE alone. kernels import triton on top, so nobody here imports those on top.
 INSIDE = ("config", "blocks", "reference", "attention", "model", "cli")
@@ -57,7 +58,7 @@ def imports_in(source: str) -> list[tuple[int, str, int, bool, bool]]:
             # `from nsa import model` names the module only in its last part
             for name in node.names:
                 base = node.module or ""
-                target = f"{base}.{name.name}" if base.split(".")[0] in ("nsa", "") else base
+                target = f"{base}.{name.name}" if base.split(".")[0] in OURS else base
                 yield node.lineno, target.strip("."), node.level, on_top, runs
         lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -73,7 +74,7 @@ def layer_of(dotted: str) -> str:
 
 
 def dotted_name(package: Path, file: Path) -> str:
-    parts = ["nsa", *file.relative_to(package).with_suffix("").parts]
+    parts = [package.name, *file.relative_to(package).with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -131,12 +132,33 @@ def heavy_imports(package: Path) -> list[str]:
         for name, file in sorted(modules_loaded_by(package, LIGHT).items())
         for found in imports_of(file)
         if found.on_top
-        and found.target.split(".")[0] not in {"nsa", *BASE, *sys.stdlib_module_names}
+        and found.target.split(".")[0] not in {"nsa", "whyhung", *BASE, *sys.stdlib_module_names}
     ]
 
 
 def test_imports_run_one_way():
     assert wrong_arrows(PACKAGE) == []
+
+
+KNOW_HUNG = {"lab", "workbook", "experiments", "cli"}
+
+
+def test_the_hang_detector_and_the_library_do_not_know_each_other():
+    """whyhung imports nothing of nsa, and of nsa only instruments, notebooks and commands it."""
+    ours = [
+        str(found)
+        for file in (ROOT / "whyhung").rglob("*.py")
+        for found in imports_of(file)
+        if found.target.partition(".")[0] == "nsa"
+    ]
+    theirs = [
+        str(found)
+        for file in PACKAGE.rglob("*.py")
+        for found in imports_of(file)
+        if found.target.partition(".")[0] == "whyhung"
+        and layer_of(dotted_name(PACKAGE, file)) not in KNOW_HUNG
+    ]
+    assert ours == [] and theirs == []
 
 
 def test_every_module_has_a_floor():
@@ -228,8 +250,8 @@ LISTED = (
         ("from nsa.workbook.environment import snapshot; snapshot()", {"torch"}),
         ("import nsa.workbook.store", {"torch"}),
         (LISTED, WORKBOOK),
-        ("import nsa.lab.process.family", NONE),
-        ("from nsa.lab.process import launch", NONE),
+        ("import whyhung.process.family", NONE),
+        ("from whyhung.process import launch", NONE),
     ],
 )
 def test_what_needs_little_loads_little(statement, absent):

@@ -23,7 +23,7 @@ LOOKING = (
     "tests/experiments/case_study/test_decision.py",
     "tests/experiments/case_study/test_loop_versions.py",
     "tests/house",
-    "tests/lab/process/test_spec.py",
+    "tests/whyhung/process/test_spec.py",
     "tests/lab/search/test_plan.py",
     "tests/workbook/test_browse.py",
     "tests/workbook/test_loaded.py",

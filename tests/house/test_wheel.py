@@ -37,7 +37,7 @@ def test_the_wheel_has_the_package_whole_and_the_notebooks_in_it(built):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     (outside,) = [name for name in held if ".data/" in name]  # of Jupyter, not of Python
     assert outside.endswith("data/etc/jupyter/jupyter_server_config.d/nsa.json")
-    package = {name for name in shipped() if name.startswith("nsa/")}
+    package = {name for name in shipped() if name.startswith(("nsa/", "whyhung/"))}
     package |= {"nsa_autoload/__init__.py"}  # nsa/autoload under its second name
     notebooks = {f"nsa/{name}" for name in shipped() if name.startswith("notebooks/")}
     assert held - {outside} == package | notebooks

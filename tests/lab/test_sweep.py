@@ -10,9 +10,9 @@ import time
 import pytest
 
 from nsa.lab import sweep
-from nsa.lab.process.gpus import Gpus
-from nsa.lab.process.trial import Outcome, Stopped
 from nsa.lab.sweep import RUN_ENDS, Budget, Interrupted, measure
+from whyhung.process.gpus import Gpus
+from whyhung.process.trial import Outcome, Stopped
 
 ENTRY = "trial_entries:ending"
 OK = Outcome("ok", {"value": 1}, 0.1, "", 0)

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from nsa.lab.process.subject import Steps
+from whyhung.process.subject import Steps
 
 
 def naps(settings, progress):

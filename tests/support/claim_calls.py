@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from nsa.experiments.selfcheck.judged import Judged
-from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics
 from nsa.workbook.store import Run
+from whyhung.process.trial import Outcome
 
 LINEAR = ("gather", "packed", "flex")
 Calls = dict[str, Callable[[Any], Any]]

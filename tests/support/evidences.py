@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nsa.lab.watch.evidence import (
+from whyhung.watch.evidence import (
     End,
     Evidence,
     P,

@@ -38,8 +38,8 @@ COVERS = {
     "freeze": (
         "nsa/experiments/**",
         "nsa/lab/*.py",
-        "nsa/lab/process/*.py",
-        "nsa/lab/verdict/*.py",
+        "whyhung/process/*.py",
+        "whyhung/verdict/*.py",
         "nsa/workbook/*.py",
         "runs/**",
         "tests/house/freeze.json",
@@ -51,7 +51,7 @@ COVERS = {
         "tests/cli/test_figures.py",
         "tests/experiments/case_study/*.py",
         "tests/house/*.py",
-        "tests/lab/process/test_spec.py",
+        "tests/whyhung/process/test_spec.py",
         "tests/lab/search/test_plan.py",
         "tests/support/left_behind.py",
         "tests/support/processes.py",
@@ -59,7 +59,7 @@ COVERS = {
     ),
     "slurm": (
         "nsa/cli/*.py",
-        "nsa/lab/process/*.py",
+        "whyhung/process/*.py",
         "nsa/workbook/*.py",
         "nsa/workbook/batch/**",
         "tests/support/batches.py",

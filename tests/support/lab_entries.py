@@ -39,9 +39,9 @@ def unsized(settings, progress):
 
 def make_up_trials(monkeypatch, run):
     """A ledger's trials without processes: `run` in place of the runner's, judged by their end."""
-    from nsa.lab.process import preflight, runner
     from nsa.lab.search import ledger
-    from nsa.lab.verdict import Verdict
+    from whyhung.process import preflight, runner
+    from whyhung.verdict import Verdict
 
     def judge(evidence):
         kind = {"returned": "PASS", "exception": "CRASH"}.get(evidence.end.how, "INCONCLUSIVE")

@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from nsa.lab.watch import locks
+from whyhung.watch import locks
 
 
 class Account:

@@ -1,7 +1,7 @@
 """Evidence and verdicts by hand for pages: who waits for whom, on one rank and on many."""
 
-from nsa.lab.verdict import Verdict
-from nsa.lab.watch.evidence import Evidence, P, Process, Sample, Snapshot, Thread, Wait
+from whyhung.verdict import Verdict
+from whyhung.watch.evidence import Evidence, P, Process, Sample, Snapshot, Thread, Wait
 
 LIB = "/usr/lib/python3.11"
 TORCH = "/x/lib/python3.11/site-packages/torch"

@@ -3,7 +3,7 @@
 import importlib
 
 from nsa.experiments.selfcheck.faults.registry import chosen
-from nsa.lab.process.child import standing
+from whyhung.process.child import standing
 
 
 class Told:

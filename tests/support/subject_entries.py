@@ -1,4 +1,4 @@
-"""Subjects that tests/lab/process/test_runner.py tries; each comes to its end in its own way."""
+"""Subjects of tests/whyhung/process/test_runner.py; each comes to its end in its own way."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nsa.lab.process.subject import Steps, join
+from whyhung.process.subject import Steps, join
 
 
 def at_step(fault):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from nsa.lab.process.child import standing
+from whyhung.process.child import standing
 
 
 def echo(spec):
@@ -97,7 +97,7 @@ def a_parent_that_dies(spec):
     """Runs a trial of its own and is killed in the middle."""
     import threading
 
-    from nsa.lab.process.trial import run_child
+    from whyhung.process.trial import run_child
 
     run = threading.Thread(
         target=run_child,
@@ -111,7 +111,7 @@ def a_parent_that_dies(spec):
 
 
 def a_trial_of_its_own(spec):
-    from nsa.lab.process.trial import run_child
+    from whyhung.process.trial import run_child
 
     run_child(spec["entry"], spec, deadline_s=60)
     return {}

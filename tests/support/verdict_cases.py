@@ -19,7 +19,7 @@ from evidences import (
     trial,
 )
 
-from nsa.lab.watch.evidence import End, P, Process, Sample, Thread, Wait
+from whyhung.watch.evidence import End, P, Process, Sample, Thread, Wait
 
 
 def cases(groups):

@@ -46,8 +46,8 @@ LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.utils.data",
 )  # fmt: skip
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
-STARTERS = "nsa", "nsa.lab.process.launch", "nsa.lab.process.family"
-STARTING_ENTRY = "nsa.lab.process.ranks:launch"
+STARTERS = "nsa", "whyhung.process.launch", "whyhung.process.family"
+STARTING_ENTRY = "whyhung.process.ranks:launch"
 RANKS = "torch.distributed.run"  # it and its ranks are executed: a forked rank once did not end
 SCRIPTS = ("rank_entries.py",)  # of this folder, started without torchrun
 NOT_SERVED = ("nsa.workbook.batch.child",)  # it outlives who started it, and is ended by others
@@ -211,7 +211,7 @@ def _understood(words) -> dict | None:
             found["faulthandler"] = True
         elif word == "-m" and len(words) > at + 1:
             what, arguments = words[at + 1], words[at + 2 :]
-            ours = what == "nsa" or what.startswith("nsa.")
+            ours = what.partition(".")[0] in ("nsa", "whyhung")
             if not ours or what in NOT_SERVED or RANKS in arguments:
                 return None
             return found | {"module": what, "arguments": arguments}

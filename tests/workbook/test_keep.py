@@ -13,10 +13,10 @@ from verdict_cases import still
 
 from nsa.cli import main as cli
 from nsa.lab.search.ledger import Ledger
-from nsa.lab.verdict import judge
 from nsa.workbook import environment, identity, keep, run
 from nsa.workbook.files import read_json, write_json
 from nsa.workbook.record import load
+from whyhung.verdict import judge
 
 ID, OTHER, DIGITS = "0123456789ab", "ba9876543210", "123456789012"
 GONE = "0f0f0f0f0f0f"

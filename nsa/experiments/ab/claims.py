@@ -15,10 +15,10 @@ from nsa.experiments.ab.rules import ARM, COUNTED, TIMED, UNITS, Rule
 from nsa.experiments.ab.trials import Results, Trial
 from nsa.lab.search.candidates import word
 from nsa.lab.search.execute import same_paths
-from nsa.lab.verdict import arms as compare_paths
 from nsa.workbook.claim import Claim, verdict_of
 from nsa.workbook.keep import without_paths
 from nsa.workbook.scaling import Ratio, fit_exponent, fit_line, paired_ratio
+from whyhung.verdict import arms as compare_paths
 
 LATE = 0.1  # the share of the losses that "the last" are
 ALPHA = 0.05

@@ -12,12 +12,12 @@ import torch
 
 from nsa.experiments.ab import rules
 from nsa.experiments.ab.rules import ARM
-from nsa.lab.process import script
 from nsa.lab.search import factors as known
 from nsa.lab.search.candidates import Cell, word
 from nsa.lab.search.plan import Plan
 from nsa.lab.training import check_switch, check_whole
 from nsa.spelling import nearest
+from whyhung.process import script
 
 # What says how much is learnt of what: arms that differ in one of these have losses of their own.
 LEARNT = (

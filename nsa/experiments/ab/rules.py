@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.lab.measure.steps import MEASURED
 from nsa.lab.search.candidates import Cell, ordered, position, word
-from nsa.lab.verdict import KINDS
 from nsa.spelling import choice, nearest
+from whyhung.verdict import KINDS
 
 if TYPE_CHECKING:
     from nsa.experiments.ab.plan import ABPlan, Arm

@@ -13,10 +13,10 @@ from nsa.experiments.ab.plan import ABPlan, Arm
 from nsa.experiments.ab.rules import TIMED
 from nsa.lab import sweep
 from nsa.lab.measure.steps import MEASURED
-from nsa.lab.process.gpus import Gpus
 from nsa.lab.search.candidates import Spent
 from nsa.lab.search.execute import Done, Trials
 from nsa.lab.search.ledger import Ledger
+from whyhung.process.gpus import Gpus
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from nsa.lab.measure.attention_inputs import Drawn, draw, mean_union, select_at
 from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape
 from nsa.lab.measure.timing import Clock, NoTime
-from nsa.lab.process.child import is_out_of_memory
+from whyhung.process.child import is_out_of_memory
 
 NOT_COMPARED = "not compared: it computes another function"
 UNKNOWN = Ceilings(math.nan, math.nan)

@@ -18,8 +18,8 @@ from nsa.attention.api import nsa_attention
 from nsa.attention.inputs import checked
 from nsa.lab.measure.attention_inputs import Drawn
 from nsa.lab.measure.shapes import Shape
-from nsa.lab.process import preflight
 from nsa.reference.nsa import BRANCHES
+from whyhung.process import preflight
 
 NSA, DENSE = "nsa_attention", "dense_attention"
 LIMITS = {NSA: "limit", DENSE: "dense limit"}  # the names of the physical limits in tables

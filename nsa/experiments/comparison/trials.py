@@ -19,8 +19,8 @@ from nsa.lab.measure import limits
 from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape, shapes_from
 from nsa.lab.measure.timing import CAP_S, Clock
-from nsa.lab.process import gpus
-from nsa.lab.process.trial import Outcome
+from whyhung.process import gpus
+from whyhung.process.trial import Outcome
 
 ENTRY = "nsa.experiments.comparison.trials:measure_spec"
 PROCESS = "the process that measured this shape"

@@ -18,7 +18,7 @@ from nsa.experiments.correctness.lessons import ENTRY, lesson, rows_of
 from nsa.experiments.correctness.mutants import MUTANTS, ROOT, mutant, mutated_copy
 from nsa.experiments.correctness.oracle import environment
 from nsa.lab import sweep
-from nsa.lab.process.trial import Outcome, run_child
+from whyhung.process.trial import Outcome, run_child
 
 RIGHT = "right"  # the name of the code as it is, beside the mutants'
 _PROBE = "nsa.experiments.correctness.probe:"

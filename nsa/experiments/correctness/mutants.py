@@ -38,7 +38,7 @@ def mutated_copy(folder: str | Path, name: str = "") -> Path:
     """
     root = Path(folder) / "project"
     ignore = shutil.ignore_patterns(".*", "*.pyc.*")  # the latter while one is being written
-    for part in ("nsa", "tests"):
+    for part in ("nsa", "whyhung", "tests"):
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, root / part, ignore=ignore)
     if (ROOT / "pyproject.toml").is_file():

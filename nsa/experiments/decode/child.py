@@ -22,8 +22,8 @@ from nsa.experiments.decode.check import New
 from nsa.lab.measure import accuracy, limits, timing
 from nsa.lab.measure.accuracy import AccuracyError
 from nsa.lab.measure.recorders import live_cpu_storages
-from nsa.lab.process.child import is_out_of_memory
 from nsa.reference.attend import attend
+from whyhung.process.child import is_out_of_memory
 
 NSA, DENSE = "nsa_decode", "dense_decode"
 MOST_LAYERS = 32  # caches that take turns in a timed call, as a model's layers do

@@ -10,8 +10,8 @@ from nsa.experiments.decode.cells import Cell
 from nsa.experiments.decode.child import DENSE, NSA, subjects
 from nsa.lab import sweep
 from nsa.lab.measure.limits import Ceilings
-from nsa.lab.process import gpus
-from nsa.lab.process.trial import Outcome
+from whyhung.process import gpus
+from whyhung.process.trial import Outcome
 
 ENTRY = "nsa.experiments.decode.child:measure_cell"
 UNKNOWN = Ceilings(math.nan, math.nan)

@@ -10,9 +10,9 @@ import torch
 from nsa.attention.registry import Declined
 from nsa.lab.estimate.estimate import estimate, largest
 from nsa.lab.measure.recorders import recorded_step
-from nsa.lab.process.child import failure, is_out_of_memory
 from nsa.lab.search.thresholds import threshold
 from nsa.lab.training import TrainingSpec, open_trainer
+from whyhung.process.child import failure, is_out_of_memory
 
 GIB = 2**30
 

@@ -11,8 +11,8 @@ from nsa.experiments.estimate.cells import Boundary, name_of
 from nsa.lab import sweep
 from nsa.lab.estimate.pretend import gpu_named
 from nsa.lab.measure.allocations import CATEGORIES
-from nsa.lab.process.trial import Outcome
 from nsa.lab.training import TrainingSpec
+from whyhung.process.trial import Outcome
 
 CHILD = "nsa.experiments.estimate.child"
 MIB = 2**20

@@ -14,10 +14,10 @@ from nsa.experiments.memory.cell import Cell, Measured
 from nsa.lab import sweep
 from nsa.lab.measure.allocations import CATEGORIES
 from nsa.lab.measure.recorders import MIB, recorded_step
-from nsa.lab.process.trial import Outcome
 from nsa.lab.training import open_trainer
 from nsa.model.llama import parameter_count
 from nsa.model.train import Trainer
+from whyhung.process.trial import Outcome
 
 ENTRY = "nsa.experiments.memory.trials:measure_cell"
 PHASES = ("data", "forward", "backward", "optimizer")

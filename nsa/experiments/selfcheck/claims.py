@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from nsa.experiments.selfcheck import table
 from nsa.experiments.selfcheck.judged import Judged
-from nsa.lab.process.trial import Outcome
 from nsa.workbook.claim import Claim, aim_of, verdict_of
+from whyhung.process.trial import Outcome
 
 COUNTED = {"a GPU": 1.05, "a CPU": 1.10}  # of a step
 FORETOLD = 0.25  # of a backward

@@ -14,10 +14,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process.trial import Outcome, run_child
-from nsa.lab.verdict.pace import backward_eta_s
-from nsa.lab.watch import Progress, Unheard, read
-from nsa.lab.watch.evidence import Sample
+from whyhung.process.trial import Outcome, run_child
+from whyhung.verdict.pace import backward_eta_s
+from whyhung.watch import Progress, Unheard, read
+from whyhung.watch.evidence import Sample
 
 EVERY_S = 0.02  # between two looks at a backward
 DEADLINE_S = 120.0

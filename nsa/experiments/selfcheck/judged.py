@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.experiments.selfcheck.faults.registry import Fault
-from nsa.lab.watch.evidence import Evidence
+from whyhung.watch.evidence import Evidence
 
 NOTHING = "not run"
 LATE = "the time for all of them was over"

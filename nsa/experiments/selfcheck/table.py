@@ -11,9 +11,9 @@ import pandas
 
 from nsa.experiments.selfcheck.faults.registry import Fault
 from nsa.experiments.selfcheck.judged import Judged, matrix
-from nsa.lab.process.trial import Outcome
-from nsa.lab.verdict import KINDS
 from nsa.workbook.files import plain, write_json
+from whyhung.process.trial import Outcome
+from whyhung.verdict import KINDS
 
 _PATH = re.compile(r"(?:/[\w.+-]+)*/([\w.+-]+/[\w.+-]+\.py)\b")
 SOON_S = 20.0  # for what has no certificate

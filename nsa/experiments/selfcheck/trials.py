@@ -22,14 +22,14 @@ from typing import Any
 
 from nsa.experiments.selfcheck.faults.registry import Fault, chosen, every, why_not
 from nsa.experiments.selfcheck.judged import LATE, NOTHING, Judged, blind
-from nsa.lab import oracles
-from nsa.lab.process import runner, trial
-from nsa.lab.process.told import ACCUSES
+from nsa.lab import attached, oracles
 from nsa.lab.training import TrainingSpec
-from nsa.lab.verdict import Verdict, judge
-from nsa.lab.verdict.explain import page
-from nsa.lab.watch.evidence import Evidence
 from nsa.workbook import environment
+from whyhung.process import runner, trial
+from whyhung.process.told import ACCUSES
+from whyhung.verdict import Verdict, judge
+from whyhung.verdict.explain import page
+from whyhung.watch.evidence import Evidence
 
 STALL_S = 5.0
 ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # all that need no word of what is planted
@@ -146,7 +146,8 @@ def plant(
     limits = {"deadline_s": times * fault.deadline_s, "stall_s": STALL_S, "on_hang": "kill"}
     limits |= {"predicted_s": fault.predicted_s, "on_stall": "report" if fault.control else "kill"}
     with _company(folder) if fault.beside else nullcontext():
-        evidence = runner.run(spec(fault, scale), folder=folder, stop=stop, **limits)
+        made = spec(fault, scale)
+        evidence = runner.run(made, folder=folder, stop=stop, attached=attached.PATH, **limits)
     Path(folder, "evidence.json").write_text(json.dumps(evidence.to_dict()), encoding="utf-8")
     evidence = blind(evidence, fault)
     verdict = judge(evidence)

@@ -15,10 +15,10 @@ import pandas
 
 from nsa.lab import sweep
 from nsa.lab.observers.guard_rules import levels
-from nsa.lab.process.trial import Outcome, run_child
 from nsa.lab.search.factors import TRAINING
 from nsa.lab.training import TrainingSpec
 from nsa.workbook.files import read_json
+from whyhung.process.trial import Outcome, run_child
 
 ENTRY = "nsa.experiments.soak.child:train"
 SETTING_ENTRY = "nsa.experiments.soak.child:under_setting"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab import sweep
-from nsa.lab.process import gpus
-from nsa.lab.process.ranks import run_ranks
-from nsa.lab.process.trial import Outcome, run_child
 from nsa.lab.training import TrainingSpec, check_switch, check_whole, open_trainer
 from nsa.spelling import nearest, pair
+from whyhung.process import gpus
+from whyhung.process.ranks import run_ranks
+from whyhung.process.trial import Outcome, run_child
 
 ENTRY = "nsa.experiments.throughput.child:measure_rank"
 CURVE_ENTRY = "nsa.experiments.throughput.child:train"

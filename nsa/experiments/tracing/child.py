@@ -14,7 +14,6 @@ from nsa.experiments.tracing.trials import COLUMNS, STEPS, Setup, Trial
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.ddp import BucketTrace
 from nsa.lab.observers.module_order import ModuleOrder
-from nsa.lab.process.child import failure, put, standing
 from nsa.lab.search.planted import plant, without_gradient
 from nsa.model import parallel
 from nsa.model.data import synthetic, text
@@ -22,6 +21,7 @@ from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.parallel import Parallel
 from nsa.model.train import Data, Trainer
 from nsa.model.train_config import autocast
+from whyhung.process.child import failure, put, standing
 
 COLLECTIVE_S = 600.0  # longer than any launch: the supervisor's deadline, not NCCL's, ends a rank
 

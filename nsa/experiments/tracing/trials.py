@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process.ranks import run_ranks
 from nsa.lab.progress import lines
 from nsa.lab.search.planted import FAULTS
 from nsa.lab.training import TrainingSpec
+from whyhung.process.ranks import run_ranks
 
 ENTRY = "nsa.experiments.tracing.child:run"
 OUTCOME = ("status", "message", "evidence", "place", "first")

@@ -9,14 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import nsa
 from nsa.experiments.training.job import Job
 from nsa.lab.measure.activation_model import activations, predict
 from nsa.lab.observers.deferred import SAMPLED
 from nsa.lab.observers.guards import KEPT
-from nsa.lab.process import preflight, sources
 from nsa.model.config import layer_range
 from nsa.model.parallel import devices
 from nsa.model.train_config import TrainConfig
+from whyhung.process import preflight, sources
 
 REFUSE, WARN, OFF = HOW = ("refuse", "warn", "off")
 AUTO = ("triton", "packed", "gather")  # what `auto` may take, by the memory that they hold
@@ -145,7 +146,7 @@ def _free_on_gpu(only: str | None) -> int | None:
     return min(found) * 2**20 if found else None
 
 
-def installation(here: Path, package: Path = preflight.PACKAGE) -> Finding:
+def installation(here: Path, package: Path = Path(nsa.__file__).parent) -> Finding:
     """Whether the nsa that is imported is that of the source tree in which one stands."""
     trees = (folder for folder in (here, *here.parents) if _is_source(folder))
     tree = next(trees, None)

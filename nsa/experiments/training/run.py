@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.lab.process.family import PARENT, die_with_parent
-from nsa.lab.process.launch import Failure, accounted, first_failure, logged, one_line
 from nsa.workbook import environment, store
 from nsa.workbook.files import read_json, write_json
 from nsa.workbook.record import STATUS_OF, Record
 from nsa.workbook.run import Terminated, termination_is_an_exception
+from whyhung.process.family import PARENT, die_with_parent
+from whyhung.process.launch import Failure, accounted, first_failure, logged, one_line
 
 if TYPE_CHECKING:
     from nsa.experiments.training.job import Job
@@ -76,7 +76,7 @@ def make_folder(
 def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
     """Runs the job's ranks under torchrun, in processes of their own, and writes the record. Ctrl-C
     and SIGTERM end them all and are recorded. Raises ValueError for a port in use."""
-    from nsa.lab.process import launch
+    from whyhung.process import launch
 
     record, codes, stopped = _record(folder), {}, ""
     try:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from nsa.lab.estimate.pretend import GIB, MIB, Gpu
-from nsa.lab.process import preflight
-from nsa.lab.process.trial import run_child
 from nsa.lab.training import TrainingSpec, open_trainer
+from whyhung.process import preflight
+from whyhung.process.trial import run_child
 
 DEADLINE_S = 300.0
 STEP = {"preset": "cpu_test", "tokens": 256, "backend": "masked", "precision": "bf16"}

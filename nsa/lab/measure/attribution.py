@@ -29,7 +29,7 @@ from nsa.lab.measure.owners import (
 )
 from nsa.lab.measure.recorders import Recorder, live_cpu_storages, live_tensors, profiled
 from nsa.lab.oracles.steps import anywhere
-from nsa.lab.verdict.frames import is_code
+from whyhung.verdict.frames import is_code
 
 ENOUGH = 0.95  # of the peak, told by line
 

@@ -10,8 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nsa.lab.measure.allocators import LINE
-from nsa.lab.verdict.frames import is_code, library
-from nsa.lab.watch.counting import in_place_of
+from whyhung.verdict.frames import is_code, library
+from whyhung.watch.counting import in_place_of
 
 named_range = torch._C._profiler._RecordFunctionFast
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nsa.lab.measure.lines import calling, shown
 from nsa.lab.measure.recorders import local
 from nsa.lab.oracles.steps import anywhere
-from nsa.lab.verdict.frames import is_code
+from whyhung.verdict.frames import is_code
 
 # Of what is there before, the tensors that are searched for their owners: each costs a comparison
 # with everything that Python knows.

@@ -22,7 +22,7 @@ from nsa.lab.measure.recorders import AGREEMENT, cross_check
 from nsa.lab.observers.memory_page import text, told
 from nsa.lab.observers.trace import Ranges
 from nsa.lab.oracles.steps import device_of
-from nsa.lab.watch.counting import in_place_of
+from whyhung.watch.counting import in_place_of
 
 SECOND = "second"  # of a training's steps, the first that holds all that later ones do
 MOST_ENTRIES = 2_000_000  # of torch's own history

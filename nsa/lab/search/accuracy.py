@@ -18,7 +18,7 @@ from typing import Any
 from nsa.lab.search.execute import Done, Trials
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import Plan
-from nsa.lab.search.time_model import SOFT
+from whyhung.process.deadlines import SOFT
 
 AIM = 0.25
 STEPS = 8

@@ -16,15 +16,16 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from nsa.lab.process import preflight
-from nsa.lab.process.runner import Spec
-from nsa.lab.process.subject import make as make_subject
-from nsa.lab.process.subject import rank_and_ranks
 from nsa.lab.search import factors as known
 from nsa.lab.search.plan import Plan
-from nsa.lab.search.time_model import TimeModel, longest_gap, stall_bound
-from nsa.lab.watch import Progress, Unheard, read
-from nsa.lab.watch.evidence import Evidence, P
+from nsa.lab.search.time_model import TimeModel
+from whyhung.process import preflight
+from whyhung.process.deadlines import longest_gap, stall_bound
+from whyhung.process.runner import Spec
+from whyhung.process.subject import make as make_subject
+from whyhung.process.subject import rank_and_ranks
+from whyhung.watch import Progress, Unheard, read
+from whyhung.watch.evidence import Evidence, P
 
 SUBJECT = "nsa.lab.search.calibration:make"
 LAYERS, MOST_TOKENS = (1, 2), 512

@@ -10,17 +10,17 @@ from itertools import combinations
 from threading import Event, Lock, Timer
 from typing import Any
 
-from nsa.lab.process.gpus import Gpus
-from nsa.lab.process.runner import Spec
-from nsa.lab.process.trial import Stopped
 from nsa.lab.search import calibration
 from nsa.lab.search.bisection import Bisection
 from nsa.lab.search.candidates import Cell, Found, Row, Spent, Tried, ordered
 from nsa.lab.search.ledger import FULL, Ledger
 from nsa.lab.search.plan import Plan
 from nsa.lab.sweep import each
-from nsa.lab.verdict import Verdict, arms, compare
-from nsa.lab.watch.evidence import Evidence
+from whyhung.process.gpus import Gpus
+from whyhung.process.runner import Spec
+from whyhung.process.trial import Stopped
+from whyhung.verdict import Verdict, arms, compare
+from whyhung.watch.evidence import Evidence
 
 # What two trials differ in when they are to have run different code.
 PATHS = (

@@ -17,10 +17,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import child, preflight, runner, script, sources
-from nsa.lab.process.runner import Spec
-from nsa.lab.verdict import Verdict, judge
-from nsa.lab.watch.evidence import Evidence
+from nsa.lab import attached
+from whyhung.process import child, preflight, runner, script, sources
+from whyhung.process.runner import Spec
+from whyhung.verdict import Verdict, judge
+from whyhung.watch.evidence import Evidence
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MATTERS = ("deadline_s", "stall_s", "factor")  # of how a trial is run, beside what is run
@@ -127,7 +128,7 @@ class Ledger:
                 return (id, *found)
             place = self.root / f".{id}.flight"
             with self._undone(id, place):
-                evidence = runner.run(spec, folder=place, **options)
+                evidence = runner.run(spec, folder=place, attached=attached.PATH, **options)
                 verdict = judge(evidence)
             self.put(id, evidence, verdict, place)
             return id, evidence, verdict

@@ -10,15 +10,15 @@ from math import prod
 from typing import Any
 
 from nsa.lab import oracles
-from nsa.lab.process import script
-from nsa.lab.process.runner import ACTIONS, Spec, check_subject
 from nsa.lab.search import factors as known
 from nsa.lab.search.candidates import Cell, position, word
 from nsa.lab.search.covering import cover
 from nsa.lab.search.factors import TRAINING_SUBJECT
 from nsa.lab.training import check_switch, check_whole
-from nsa.lab.verdict import KINDS
 from nsa.spelling import choice, nearest
+from whyhung.process import script
+from whyhung.process.runner import ACTIONS, Spec, check_subject
+from whyhung.verdict import KINDS
 
 STRENGTH = {"all": 0, "pairs": 2, "triples": 3}
 ATTEMPT = "NSA_ATTEMPT"  # the variable that tells repeated trials of one cell apart

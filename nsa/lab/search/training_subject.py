@@ -13,15 +13,15 @@ from nsa.attention import witness
 from nsa.attention.api import nsa_attention
 from nsa.lab.measure.steps import further_steps
 from nsa.lab.observers.anomaly import named_anomalies
-from nsa.lab.process.subject import rank_and_ranks
 from nsa.lab.search.factors import CONSERVATIVE, TRAINING_SUBJECT, known
 from nsa.lab.search.planted import plant_root, without_gradient
 from nsa.lab.training import trainer_at
-from nsa.lab.watch import Progress
 from nsa.model import layer, parallel, rotary
 from nsa.model.presets import preset
 from nsa.model.train import TrainConfig, Trainer
 from nsa.reference.nsa import BRANCHES
+from whyhung.process.subject import rank_and_ranks
+from whyhung.watch import Progress
 
 OF_DDP = (
     "static_graph", "find_unused_parameters", "bucket_mb", "comm_hook", "gradient_as_bucket_view",

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process.family import COOKIE
 from nsa.workbook import identity, record
 from nsa.workbook.batch.place import BUSY, FULL, locked, outcome
 from nsa.workbook.files import read_json, write_json
 from nsa.workbook.run import CUT, run_notebook
+from whyhung.process.family import COOKIE
 
 
 def main(file: str | Path, most_s: float | str = math.inf) -> int:

@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from nsa.lab.process import family
-from nsa.lab.process.gpus import all_visible, only
 from nsa.workbook import record
 from nsa.workbook.batch.place import BUSY, CHILD, Handle, Job, busy
 from nsa.workbook.files import read_json
+from whyhung.process import family
+from whyhung.process.gpus import all_visible, only
 
 GRACE_S = 20.0  # between the request to end and SIGKILL
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.spelling import nearest, seconds
+from nsa.spelling import nearest
 from nsa.workbook import environment, identity, parameters
 from nsa.workbook.run import Planned
+from whyhung.cli import seconds
 
 SCHEMA = Path(__file__).with_name("plan.schema.json")
 MOST = 100_000  # jobs of a plan

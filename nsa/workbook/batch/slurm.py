@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.spelling import seconds
 from nsa.workbook import record
 from nsa.workbook.batch.place import CHILD, Handle, Job, busy, outcome
 from nsa.workbook.files import read_json
+from whyhung.cli import seconds
 
 SIGNAL_S = 60  # so long before its end Slurm signals a job; it may do so up to a minute earlier
 MARGIN_S = 180  # of a job's time are for its start and for an end in order
@@ -242,7 +242,7 @@ class Slurm:
 
 def run_child(file: str, log: str, timeout_s: float, gpus: int) -> int:
     """On the node: the job's child, in a session of its own, told by SIGTERM when its time ends."""
-    from nsa.lab.process.gpus import only
+    from whyhung.process.gpus import only
 
     number = os.environ.get("SLURM_JOB_ID", "")
     if parent := os.environ.get("SLURM_ARRAY_JOB_ID"):

@@ -8,8 +8,8 @@ from nsa.experiments.ab import claims, plots, table
 from nsa.experiments.ab.plan import ABPlan
 from nsa.experiments.ab.trials import Results, Trial
 from nsa.lab.search.execute import Done
-from nsa.lab.verdict import Verdict
-from nsa.lab.watch.evidence import End, Evidence
+from whyhung.verdict import Verdict
+from whyhung.watch.evidence import End, Evidence
 
 TWO = {"factors": {"backend": ["gather", "masked"]}}
 DEPTHS = {"factors": {"layers": [1, 2, 4, 8]}}

@@ -15,7 +15,7 @@ from nsa.experiments.ab import claims, trials
 from nsa.experiments.ab.plan import ABPlan
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import ATTEMPT
-from nsa.lab.watch.evidence import End, Evidence
+from whyhung.watch.evidence import End, Evidence
 
 PLAN = {"subject": "stranger:make", "factors": {"width": [1, 2, 4]}, "repeats": 2, "oracles": []}
 

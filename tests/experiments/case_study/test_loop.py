@@ -20,7 +20,7 @@ from nsa.experiments.case_study.loop.measure import count, count_kernels
 from nsa.experiments.case_study.loop.model import build
 from nsa.experiments.case_study.loop.subject import CASE_STUDY, PrintSchedule, last_step, make
 from nsa.lab.observers.graph import count_nodes
-from nsa.lab.process.trial import run_child
+from whyhung.process.trial import run_child
 
 
 def gradients(chosen, tokens, batch=1):

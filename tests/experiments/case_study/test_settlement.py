@@ -13,8 +13,8 @@ from nsa.experiments.case_study.settlement import claims, facts, plots, sources,
 from nsa.experiments.case_study.settlement.claims import CONTRADICTED, KINDS, SIDES, Row, settle
 from nsa.experiments.case_study.settlement.facts import Asked, Fact
 from nsa.experiments.case_study.settlement.trials import TRIALS
-from nsa.lab.process.trial import Outcome
 from nsa.workbook.store import Run
+from whyhung.process.trial import Outcome
 
 ROWS = claims.all_rows()
 # What the trials found on two CPU cores, and those that ask for one on an H100.

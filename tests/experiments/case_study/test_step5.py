@@ -13,10 +13,10 @@ from nsa.experiments.case_study.step5 import claims, plots, table, trials
 from nsa.experiments.case_study.step5.trials import BASE, OBSERVERS, PRINTS, Lab, Results, Setup
 from nsa.lab.search.candidates import Found, Row, Tried
 from nsa.lab.search.ledger import Ledger
-from nsa.lab.verdict import Verdict, judge
-from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread, Wait
 from nsa.workbook import metrics, parameters, store
 from nsa.workbook.files import write_json
+from whyhung.verdict import Verdict, judge
+from whyhung.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread, Wait
 
 STEP_S = 0.25
 STEPS = 31

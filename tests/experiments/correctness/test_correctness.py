@@ -14,8 +14,8 @@ from nsa.experiments.correctness.gallery import RIGHT, Seen, check_names
 from nsa.experiments.correctness.mutants import MUTANTS, ROOT, mutant
 from nsa.lab import sweep
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
-from nsa.lab.process.trial import Outcome
 from nsa.workbook.store import Run
+from whyhung.process.trial import Outcome
 
 
 @pytest.fixture(scope="module")

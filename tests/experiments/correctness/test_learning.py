@@ -10,10 +10,10 @@ from nsa.experiments.correctness import learning
 from nsa.experiments.correctness.learning import LUCK, PEEK, SOLVED, Stage, learn, peek
 from nsa.experiments.correctness.lessons import ENTRY, LESSONS, learn_one, lesson
 from nsa.experiments.correctness.mutants import MUTANTS
-from nsa.lab.process.trial import run_child
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import dense_twin
 from nsa.model.tasks import Copy, Recall
+from whyhung.process.trial import run_child
 
 SHORT = {"name": "window", "tokens": 64, "backend": "masked", "batch": 2}
 

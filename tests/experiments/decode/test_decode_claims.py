@@ -11,8 +11,8 @@ from nsa.experiments.decode.child import DENSE, NSA, subjects
 from nsa.experiments.decode.equality import Counted, Equal
 from nsa.experiments.decode.trials import Result
 from nsa.lab.measure.limits import Ceilings
-from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics
+from whyhung.process.trial import Outcome
 
 GPU = "NVIDIA H200"
 SIZES = ["1x8k", "1x64k", "8x64k", "32x64k", "64x32k", "256x8k", "16x128k"]

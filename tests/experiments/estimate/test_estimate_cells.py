@@ -8,8 +8,8 @@ from places import committed_root
 
 from nsa.experiments.estimate import cells, child, trials
 from nsa.lab import sweep
-from nsa.lab.process.trial import Outcome
 from nsa.lab.training import TrainingSpec
+from whyhung.process.trial import Outcome
 
 FACTORS = {
     "presets": ["repro"],

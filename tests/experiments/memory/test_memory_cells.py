@@ -13,7 +13,7 @@ from nsa.experiments.memory.trials import measure, rows_to_metrics
 from nsa.lab import sweep
 from nsa.lab.measure.activation_model import predict
 from nsa.lab.measure.allocations import CATEGORIES
-from nsa.lab.process.trial import Outcome
+from whyhung.process.trial import Outcome
 
 
 def cell(**changes) -> Cell:

@@ -5,7 +5,7 @@ import torch
 
 from nsa.experiments.selfcheck import cost
 from nsa.experiments.selfcheck.cost import cost_of_counting, end_of_a_backward, errors_of, foretold
-from nsa.lab.watch.evidence import P, Sample
+from whyhung.watch.evidence import P, Sample
 
 SETTINGS = {"preset": "cpu_test", "layers": 1, "tokens": 64, "backend": "gather", "threads": 1}
 
@@ -60,7 +60,7 @@ def test_the_cost_of_counting_is_a_ratio_of_one_process():
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_real_backward_has_its_end_foretold():
-    """How well is no matter of a busy machine: see tests/lab/watch/test_progress.py."""
+    """How well is no matter of a busy machine: see tests/whyhung/watch/test_progress.py."""
     settings = SETTINGS | {"backend": "sequential", "tokens": 128}
     ended = end_of_a_backward(settings, steps=3)
     assert ended.status == "ok", ended.message

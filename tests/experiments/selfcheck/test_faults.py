@@ -10,9 +10,9 @@ import torch
 from planted import Told, made
 
 from nsa.experiments.selfcheck.faults.registry import CONTROLS, PLANTED, chosen, every, why_not
-from nsa.lab.process import ranks, trial
-from nsa.lab.process.trial import check_entry
-from nsa.lab.verdict import KINDS
+from whyhung.process import ranks, trial
+from whyhung.process.trial import check_entry
+from whyhung.verdict import KINDS
 
 
 def named(name):

@@ -8,8 +8,8 @@ from judged_rows import control, hang, row, silent, skipped, well
 
 from nsa.experiments.selfcheck import claims, plots, table
 from nsa.experiments.selfcheck.judged import read
-from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics
+from whyhung.process.trial import Outcome
 
 
 def many():

@@ -15,8 +15,8 @@ from nsa.cli import selfcheck as command
 from nsa.experiments.selfcheck import trials as selfcheck
 from nsa.experiments.selfcheck.faults.registry import PLANTED, chosen, every
 from nsa.experiments.selfcheck.judged import Judged, blind, matrix, read
-from nsa.lab.verdict import Verdict, judge
-from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread
+from whyhung.verdict import Verdict, judge
+from whyhung.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread
 
 
 def telling(fault):

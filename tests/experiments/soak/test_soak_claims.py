@@ -6,9 +6,9 @@ import pytest
 
 from nsa.experiments.soak import claims, plots, table
 from nsa.experiments.soak.trials import COLUMNS, Foretold, Part, Setting, Soak
-from nsa.lab.process.trial import Outcome
 from nsa.lab.training import TrainingSpec
 from nsa.workbook import metrics
+from whyhung.process.trial import Outcome
 
 GPU = TrainingSpec("production", 2048, batch=16, precision="bf16", checkpoint="all", device="cuda")
 STEPS, HALF = 800, 400

@@ -13,9 +13,9 @@ from soak_entries import KILLED_AFTER
 from nsa.experiments.soak import child, claims, table, trials
 from nsa.experiments.soak.trials import Part, Setting, Soak
 from nsa.lab.measure.allocations import Stream
-from nsa.lab.process.trial import Outcome
 from nsa.lab.training import TrainingSpec
 from nsa.model import saving
+from whyhung.process.trial import Outcome
 
 CELL = TrainingSpec("cpu_test", 32, layers=1, checkpoint="all")
 LIMITS = (60.0, 65.0)

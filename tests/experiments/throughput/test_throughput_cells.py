@@ -23,9 +23,9 @@ from nsa.lab import sweep
 from nsa.lab.measure import recorders
 from nsa.lab.measure.counting import Compilations
 from nsa.lab.measure.recorders import MemorySamples
-from nsa.lab.process.trial import Outcome
 from nsa.model.parallel import Parallel
 from nsa.model.train import DDP_WARMUP
+from whyhung.process.trial import Outcome
 
 CELL = TrainCell("cpu_test", 32, backend="gather", batch=2, layers=1, steps=3)
 TWO = CELL.with_("ranks=2 parallel=ddp")

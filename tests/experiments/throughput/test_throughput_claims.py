@@ -7,8 +7,8 @@ from places import NOTEBOOKS
 from nsa.experiments.throughput import claims, plots, table
 from nsa.experiments.throughput.table import curves_to_metrics, rows_to_metrics
 from nsa.experiments.throughput.trials import TrainCell, row_of, throughput_grid
-from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics, parameters
+from whyhung.process.trial import Outcome
 
 matplotlib.use("agg")
 DENSE = {"attention": "dense", "backend": "auto"}

@@ -17,10 +17,10 @@ from nsa.cli import main as cli
 from nsa.experiments.training.job import EVALUATION_BATCHES, Job, evaluation, source_of
 from nsa.lab.observers.beat import Heartbeat
 from nsa.lab.observers.deferred import SAMPLED
-from nsa.lab.process import family
 from nsa.model import saving
 from nsa.model.presets import preset
 from nsa.model.train_config import TrainConfig
+from whyhung.process import family
 
 TINY = [
     *("train", "--preset", "cpu_test", "--set", "layers=1", "--set", "dim=32", "--set", "heads=4"),
@@ -390,7 +390,7 @@ def test_a_halt_file_ends_a_run_of_torchrun_in_order(place):
 
 @pytest.mark.processes
 def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, capsys, monkeypatch):
-    monkeypatch.setattr("nsa.lab.process.launch.launch", lambda *_, **__: {})
+    monkeypatch.setattr("whyhung.process.launch.launch", lambda *_, **__: {})
     assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
     assert "no rank says why torchrun failed; see torchrun.log" in capsys.readouterr().out
     assert record(place / "r")["status"] == "failed"

@@ -13,12 +13,12 @@ from nsa.experiments.training import preflight as checks
 from nsa.experiments.training.job import Job
 from nsa.lab.measure.activation_model import predict
 from nsa.lab.measure.recorders import recorder_for, training_tensors
-from nsa.lab.process import preflight
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
+from whyhung.process import preflight
 
 TINY = [
     *("train", "--preset", "cpu_test", "--set", "layers=1", "--set", "dim=32", "--set", "heads=4"),

@@ -15,9 +15,9 @@ from nsa.lab.estimate.pretend import gpu_named
 from nsa.lab.estimate.steps import SIDE, run_of
 from nsa.lab.estimate.trace import steady, trace
 from nsa.lab.measure.allocations import replay
-from nsa.lab.process.ranks import run_ranks
 from nsa.lab.training import TrainingSpec
 from nsa.model.llama import LanguageModel
+from whyhung.process.ranks import run_ranks
 
 dist = torch.distributed
 MIB = 2**20

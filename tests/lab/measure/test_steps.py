@@ -9,7 +9,7 @@ import torch
 
 from nsa.lab.measure.steps import MEASURED, StepMeter
 from nsa.lab.search.training_subject import make
-from nsa.lab.watch import Progress
+from whyhung.watch import Progress
 
 SMALL = {"layers": 1, "tokens": 48, "device": "cpu", "backend": "gather", "threads": 1}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nsa.lab.observers.stacks_on_signal import stacks, stacks_on_signal
-from nsa.lab.watch.evidence import Thread
+from whyhung.watch.evidence import Thread
 
 _THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')

@@ -6,7 +6,7 @@ import pytest
 
 from nsa.lab.search.accuracy import AIM, CELLS, foretold, judged, row
 from nsa.lab.search.ledger import Ledger
-from nsa.lab.search.time_model import SOFT
+from whyhung.process.deadlines import SOFT
 
 
 def done(predicted_s, took_s, how="returned", began_s=2.0):

@@ -8,9 +8,9 @@ from nsa.lab.search.calibration import REPEATS, Calibration, calibration_spec, s
 from nsa.lab.search.execute import Trials
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import Plan
-from nsa.lab.search.time_model import SOFT
-from nsa.lab.watch import Progress
-from nsa.lab.watch.evidence import Evidence
+from whyhung.process.deadlines import SOFT
+from whyhung.watch import Progress
+from whyhung.watch.evidence import Evidence
 
 SLOW = {"a": 0.02, "b": 0.01, "c": 1e-4}
 PACED = {"subject": "lab_entries:paced", "oracles": [], "steps": 2}

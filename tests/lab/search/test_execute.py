@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from lab_entries import make_up_trials
 
-from nsa.lab.process.gpus import Gpus
 from nsa.lab.search.execute import Done, Trials, bisect, same_paths, sweep
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import ATTEMPT, Plan
-from nsa.lab.verdict import Verdict
-from nsa.lab.watch.evidence import End, Evidence
+from whyhung.process.gpus import Gpus
+from whyhung.verdict import Verdict
+from whyhung.watch.evidence import End, Evidence
 
 STRANGER = "lab_entries:broken_pair"
 

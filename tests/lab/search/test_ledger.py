@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from processes import alive, python, wait_until_gone
 
-from nsa.lab.process import child, sources
-from nsa.lab.process.runner import Spec
 from nsa.lab.search import ledger
 from nsa.lab.search.ledger import Ledger
-from nsa.lab.verdict import Verdict
-from nsa.lab.watch.evidence import End, Evidence, P, Sample
+from whyhung.process import child, sources
+from whyhung.process.runner import Spec
+from whyhung.verdict import Verdict
+from whyhung.watch.evidence import End, Evidence, P, Sample
 
 
 def spec(**settings):
@@ -153,7 +153,7 @@ def test_a_killed_supervisor_leaves_a_store_that_goes_on(tmp_path):
     pid, root = tmp_path / "pid", tmp_path / "store"
     unlike = Spec("subject_entries:unlike", {"pids": str(pid)})
     code = (
-        "from nsa.lab.search.ledger import Ledger; from nsa.lab.process.runner import Spec; "
+        "from nsa.lab.search.ledger import Ledger; from whyhung.process.runner import Spec; "
         f"Ledger({str(root)!r}).run({unlike!r}, stall_s=60.0)"
     )
     kept = Ledger(root).put("before", Evidence(), Verdict("PASS")).name

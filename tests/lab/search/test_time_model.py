@@ -8,18 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.lab.search.time_model import (
-    LEAST_STALL_S,
-    TimeModel,
-    longest_gap,
-    soft_deadline,
-    stall_bound,
-)
+from nsa.lab.search.time_model import TimeModel
 from nsa.model import data
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
+from whyhung.process.deadlines import LEAST_STALL_S, longest_gap, soft_deadline, stall_bound
 
 SMALL = [(layers, tokens) for layers in (1, 2) for tokens in (64, 128, 256)]
 

@@ -9,12 +9,13 @@ import torch
 
 from nsa.attention.api import nsa_attention
 from nsa.config import NSAConfig
-from nsa.lab.process.runner import Spec, run
+from nsa.lab import attached
 from nsa.lab.search.factors import TRAINING_SUBJECT
 from nsa.lab.search.training_subject import branchwise, by_branches, make
-from nsa.lab.verdict import judge
-from nsa.lab.watch import Progress, read
 from nsa.model import layer, rotary
+from whyhung.process.runner import Spec, run
+from whyhung.verdict import judge
+from whyhung.watch import Progress, read
 
 SMALL = {"layers": 1, "tokens": 48, "device": "cpu", "backend": "gather"}
 
@@ -224,11 +225,11 @@ def test_branches_one_by_one_are_the_whole():
 @pytest.mark.slow
 def test_a_trial_in_anomaly_mode_ends_at_the_line_of_the_planted_root(tmp_path):
     spec = Spec(TRAINING_SUBJECT, SMALL | {"planted": "root", "anomaly": True})
-    verdict = judge(run(spec, folder=tmp_path / "trial"))
+    verdict = judge(run(spec, folder=tmp_path / "trial", attached=attached.PATH))
     assert verdict.label == "CRASH:RuntimeError"
     assert re.search(r"SqrtBackward0.*planted.py., line \d+, in rooted", verdict.because[0])
     spec = Spec(TRAINING_SUBJECT, SMALL | {"planted": "root"}, steps=1, oracles=("finite",))
-    verdict = judge(run(spec, folder=tmp_path / "plain"))
+    verdict = judge(run(spec, folder=tmp_path / "plain", attached=attached.PATH))
     assert verdict.kind == "FAIL" and "planted.py" not in " ".join(verdict.because)
 
 

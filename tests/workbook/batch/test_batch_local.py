@@ -14,12 +14,12 @@ from places import SUPPORT
 from processes import alive, environment_with_package, wait_until_there
 from sample_notebooks import errors_of
 
-from nsa.lab.process.gpus import Gpus
 from nsa.workbook import record
 from nsa.workbook.batch import local
 from nsa.workbook.batch.local import Local
 from nsa.workbook.batch.place import Job
 from nsa.workbook.files import read_json, write_json
+from whyhung.process.gpus import Gpus
 
 pytestmark = [pytest.mark.processes, pytest.mark.real_starts]
 

@@ -17,8 +17,8 @@ from typing import Any
 from nsa.experiments.case_study.figures import PEAKS_MIB
 from nsa.experiments.case_study.loop.design import SEQUENTIAL, held, peak_mib, production
 from nsa.lab import sweep
-from nsa.lab.process import gpus
 from nsa.workbook import environment
+from whyhung.process import gpus
 
 ENTRY = "nsa.experiments.case_study.loop.measure:several"
 CAPACITY_MIB = 79.6 * 1024  # of the A100 that the reports are of

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import interpreters, trial
 from nsa.workbook import environment
+from whyhung.process import interpreters, trial
 
 SUBJECT = "nsa.experiments.case_study.loop.versions:measured"
 COUNTS = ("forward", "backward", "nodes", "syncs")

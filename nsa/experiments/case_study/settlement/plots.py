@@ -10,8 +10,8 @@ from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.case_study.figures import ALL_TIMINGS, held_out_us
 from nsa.experiments.case_study.loop.design import peak_mib
 from nsa.experiments.case_study.settlement.claims import CONTRADICTED, KINDS, Settled
-from nsa.lab.process.trial import Outcome
 from nsa.workbook import looks
+from whyhung.process.trial import Outcome
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"
 COLOURS = {

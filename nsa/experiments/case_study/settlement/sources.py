@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from nsa.experiments.case_study import figures
-from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics
 from nsa.workbook.files import read_json
 from nsa.workbook.identity import PACKAGE
 from nsa.workbook.store import Store
+from whyhung.process.trial import Outcome
 
 RUNS = PACKAGE.parent / "runs"
 Found = dict[str, Any]

@@ -11,12 +11,12 @@ from nsa.experiments.case_study.settlement import claims
 from nsa.experiments.case_study.settlement.claims import Settled
 from nsa.experiments.case_study.settlement.facts import Fact, all_facts, of_kind, short
 from nsa.experiments.case_study.settlement.sources import READERS, sources
-from nsa.lab.process.trial import Outcome
 from nsa.workbook import parameters
 from nsa.workbook.claim import Claim
 from nsa.workbook.files import read_json
 from nsa.workbook.metrics import configs
 from nsa.workbook.store import Run
+from whyhung.process.trial import Outcome
 
 
 def facts(found: Mapping[str, Fact], kind: str) -> pandas.DataFrame:

@@ -30,10 +30,10 @@ from nsa.experiments.case_study.settlement import notes
 from nsa.lab import sweep
 from nsa.lab.measure.counting import Compilations
 from nsa.lab.observers.graph import count_nodes
-from nsa.lab.process.trial import Outcome
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
 from nsa.reference.nsa import BRANCHES
+from whyhung.process.trial import Outcome
 
 Found = dict[str, Any]
 ENTRY = "nsa.experiments.case_study.settlement.trials:run"

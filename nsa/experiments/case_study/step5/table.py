@@ -10,7 +10,7 @@ from nsa.experiments.case_study.loop.design import peak_mib
 from nsa.experiments.case_study.loop.subject import CASE_STUDY
 from nsa.experiments.case_study.step5.trials import Results, Trial
 from nsa.lab.search import candidates
-from nsa.lab.verdict import explain
+from whyhung.verdict import explain
 
 
 def trials(results: Results) -> pandas.DataFrame:

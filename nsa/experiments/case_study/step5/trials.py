@@ -16,14 +16,14 @@ from typing import Any
 from nsa.experiments.case_study.loop.design import LOOP_ONLY, design
 from nsa.experiments.case_study.loop.subject import PrintSchedule, last_step
 from nsa.lab import sweep
-from nsa.lab.process.gpus import Gpus
-from nsa.lab.process.runner import Spec
 from nsa.lab.search.bisection import Bisection
 from nsa.lab.search.candidates import Found, Tried
 from nsa.lab.search.ledger import Ledger
-from nsa.lab.verdict import Verdict
-from nsa.lab.watch import read
-from nsa.lab.watch.evidence import Evidence, P
+from whyhung.process.gpus import Gpus
+from whyhung.process.runner import Spec
+from whyhung.verdict import Verdict
+from whyhung.watch import read
+from whyhung.watch.evidence import Evidence, P
 
 SUBJECT = "nsa.experiments.case_study.loop.subject:make"
 MEASURE = "nsa.experiments.case_study.loop.measure:several"

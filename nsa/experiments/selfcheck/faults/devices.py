@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nsa.experiments.selfcheck.faults.small import FROM_STEP, MIB, Small
 from nsa.experiments.selfcheck.faults.wrong import KeptTensors, SpoiltNSA
-from nsa.lab.process import subject
 from nsa.model.parallel import Parallel
+from whyhung.process import subject
 
 PATIENCE = timedelta(hours=1)  # no timeout of its own may end what a supervisor should
 LONGEST_S = 60.0  # of a spinning kernel: whoever looks has a minute, and then the device is free

@@ -1,0 +1,329 @@
+"""Ranks of one host under torchrun, and what each of them says of itself in files.
+
+`python -m whyhung.process.launch RANKS PORT FOLDER MODULE ARG...` is torchrun as a function. It
+runs `python -m MODULE ARG...` as RANKS processes of this host and leaves in FOLDER exits.json, the
+exit codes of those that failed. PORT 0 finds a free one. What torchrun itself has to say is in
+FOLDER/torchrun.log; the ranks keep this process's standard output and error.
+
+A rank leaves rank<r>.json: {"rank", "pid", "state", "time"}, and of a failure its message and
+traceback; and rank<r>.log, its output and its errors. A rank that says "running" and whose process
+is gone was killed. That comes before whatever the others say: they lose their connection to it, or
+are asked to end. This module imports as little as it can.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from whyhung.process import family
+from whyhung.process.child import lost_another, put, read
+
+ENDING_S = 8.0  # for ranks to end by themselves after Ctrl-C
+STUCK_S = 5.0  # how long a rank may take to end after Ctrl-C; a collective never looks for one
+TAIL_LINES = 40
+EXITING = 0x4  # PF_EXITING among a process's flags, field 9 of /proc/<pid>/stat
+
+
+def launch(
+    module: str, arguments: Sequence[str], *, ranks: int, folder: Path, port: int | None = None
+) -> dict[int, int] | None:
+    """`python -m module arguments...` as `ranks` processes under torchrun; returns when all ended.
+
+    None when all ended well, else the exit codes of those that torchrun saw fail, by rank; empty
+    when it could not tell. However it ends, exceptions such as KeyboardInterrupt included, no
+    process of theirs is left.
+
+    Raises ValueError when `port` is in use; None finds a free one.
+    """
+    if port is not None:
+        check_port(port)
+    cookie = family.new_cookie()
+    (Path(folder) / "exits.json").unlink(missing_ok=True)
+    child = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "whyhung.process.launch"),
+            *(str(ranks), str(port or 0), str(folder), module, *arguments),
+        ],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches this process, which passes it on
+        env=family.environment(os.environ, cookie),
+    )
+    try:
+        good = child.wait() == 0
+    except BaseException:
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(ENDING_S)
+        raise
+    finally:
+        family.end_family(cookie, {child.pid} if child.poll() is None else ())
+        child.wait()
+    if good:
+        return None
+    return {int(rank): code for rank, code in read(Path(folder, "exits.json"), {}).items()}
+
+
+def check_port(port: int) -> None:
+    """Raises ValueError unless a server can be started at this port of this host."""
+    if not 0 < port < 2**16:
+        raise ValueError(f"port {port} is none; 1 to 65535 are, e.g. 29500")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} is in use ({error.strerror}); another one would do, or none: "
+                "without --port a free one is found"
+            ) from None
+
+
+def main(ranks: int, port: int, folder: str, module: str, *arguments: str) -> int:
+    """0 when every rank ended well, else 1."""
+    family.die_with_parent()
+    # before torch makes the handlers of its loggers
+    sys.stderr = open(Path(folder, "torchrun.log"), "w", buffering=1)  # noqa: SIM115
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="static" if port else "c10d",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": 0} if port else {"is_host": True},
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        local_addr="127.0.0.1",
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        put(Path(folder, "exits.json"), codes)
+        return 1
+    except SignalException:
+        return 1
+    return 0
+
+
+class Both:
+    """What Python writes, into the log and to where it went before if somebody reads there."""
+
+    def __init__(self, log, console) -> None:
+        self._log, self._console = log, console
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        with contextlib.suppress(OSError, ValueError):
+            self._console.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self._console.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self._log, name)
+
+
+@contextmanager
+def logged(folder: Path, rank: int, console: bool) -> Iterator[None]:
+    """File descriptors 1 and 2 are rank<r>.log while this is open, C and C++ code included.
+
+    `console`: what Python itself prints goes to the terminal as well.
+    """
+
+    def opened(number: int):
+        return os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8")
+
+    before = sys.stdout, sys.stderr
+    for stream in before:
+        stream.flush()
+    consoles = [opened(number) for number in (1, 2)]
+    with open(Path(folder, f"rank{rank}.log"), "ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    streams = [opened(number) for number in (1, 2)]
+    sys.stdout, sys.stderr = map(Both, streams, consoles) if console else streams
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+        for number, terminal in enumerate(consoles, 1):
+            os.dup2(terminal.fileno(), number)
+        for stream in (*streams, *consoles):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank to fail, by its own doing where any did.
+
+    how: "exception", "bad input" (a ValueError), "killed", "interrupted" or "terminated".
+    """
+
+    rank: int
+    how: str
+    message: str
+    time: float
+    traceback: str = ""
+
+
+def say(folder: Path, rank: int, state: str, **more) -> None:
+    """Puts down how this rank stands; the file appears whole or not at all."""
+    content = {"rank": rank, "pid": os.getpid(), "state": state, "time": time.time(), **more}
+    put(Path(folder, f"rank{rank}.json"), content, indent=1)
+
+
+@contextmanager
+def accounted(folder: Path, rank: int, when_ended: Callable[[], None]) -> Iterator[dict]:
+    """Around all that a rank does: its file says how it ended, however it did, and if all went well
+    also what the block put into the dict that it is given.
+
+    `when_ended` is called once the file says so, unless all went well. SIGTERM ends the process
+    with 143, also where the main thread waits for a GPU or for other ranks: a thread of its own
+    hears it. After Ctrl-C the main thread has STUCK_S to end by itself, then the same is done.
+    """
+    say(folder, rank, "running")
+    said = threading.Lock()  # taken by the first who says how it ended, and kept
+
+    def end(state: str, code: int) -> None:
+        if said.acquire(blocking=False):
+            say(folder, rank, state)
+            when_ended()
+        else:
+            time.sleep(STUCK_S)  # the main thread has ended, unless it is stuck on its way out
+        os._exit(code)
+
+    more: dict = {}
+    with _heard(end):
+        try:
+            yield more
+        except BaseException as error:
+            if said.acquire(blocking=False):
+                lines = "".join(traceback.format_exception(error)).splitlines()
+                what = {"message": one_line(error), "traceback": "\n".join(lines[-TAIL_LINES:])}
+                bad_input = isinstance(error, ValueError | ModuleNotFoundError)
+                state = "bad input" if bad_input else "exception"
+                state = "interrupted" if isinstance(error, KeyboardInterrupt) else state
+                say(folder, rank, state, **what)
+                when_ended()
+            raise
+        said.acquire(blocking=False)
+    say(folder, rank, "ok", **more)
+
+
+@contextmanager
+def _heard(end: Callable[[str, int], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT wake a thread through a pipe, whatever C code holds the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    over = threading.Event()
+
+    def listen() -> None:
+        while not over.is_set():
+            heard = os.read(reading, 1)
+            if heard == bytes([signal.SIGTERM]):
+                end("terminated", 128 + signal.SIGTERM)
+            if heard == bytes([signal.SIGINT]) and not over.wait(STUCK_S):
+                end("interrupted", 128 + signal.SIGINT)
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        over.set()
+        signal.signal(signal.SIGTERM, before)
+        signal.set_wakeup_fd(fd_before)
+        with contextlib.suppress(OSError):
+            os.write(writing, b"\0")
+        thread.join()
+        os.close(reading)
+        os.close(writing)
+
+
+def one_line(error: BaseException) -> str:
+    """ValueErrors are written for readers; of others the kind belongs to the message."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def first_failure(
+    folder: Path, ranks: int, exitcodes: Mapping[int, int] | None = None
+) -> Failure | None:
+    """Which rank failed first, or None when all ended well or are at work.
+
+    `exitcodes` of ranks as far as they are known, negative for a signal.
+    """
+    found = []
+    for rank in range(ranks):
+        said = read(Path(folder, f"rank{rank}.json"), {})
+        state, code = said.get("state"), (exitcodes or {}).get(rank)
+        if state is None and code is None:
+            continue  # it never came as far as that
+        if state in (None, "running"):
+            if code == -signal.SIGTERM:
+                how, message = "terminated", "was asked to end"
+            elif code or not _lives(said.get("pid")):
+                how, message = "killed", _how_killed(code)
+            else:
+                continue
+            found.append(Failure(rank, how, message, said.get("time", 0.0)))
+        elif state != "ok":
+            message = said.get("message") or f"was {state}"
+            found.append(Failure(rank, state, message, said["time"], said.get("traceback", "")))
+    order = {"killed": 0, "exception": 1, "bad input": 1}
+
+    def place(failure: Failure) -> tuple[int, bool, float]:
+        return order.get(failure.how, 2), lost_another(failure.message), failure.time
+
+    return min(found, key=place, default=None)
+
+
+def _how_killed(code: int | None) -> str:
+    if code is None:
+        return "was killed: its process is gone without a word"
+    if code < 0:
+        return f"was killed by {family.signal_name(-code)}"
+    return f"ended at once with exit code {code}"
+
+
+def _lives(pid: int | None) -> bool:
+    try:
+        state, *fields = family.stat(Path(f"/proc/{pid}"))
+    except OSError:
+        return False
+    # Its sockets close, and tell the other ranks, a moment before it is a zombie.
+    return state not in "ZX" and not int(fields[5]) & EXITING
+
+
+if __name__ == "__main__":
+    ranks, port, *rest = sys.argv[1:]
+    sys.exit(main(int(ranks), int(port), *rest))

@@ -1,0 +1,195 @@
+"""One function on several ranks of one host, under torchrun, and how each rank ended."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from whyhung.process import child, family, trial
+
+_STACK_S = 1.0
+_MARGIN_S = 5.0  # between the moment when stacks are taken and the end of the launch
+_TAIL = 4000
+_FAILURE = re.compile(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)")
+
+
+def run_ranks(
+    entry: str,
+    spec: dict,
+    *,
+    ranks: int,
+    deadline_s: float,
+    folder: str | Path,
+    env: dict[str, str] | None = None,
+    stop: threading.Event | None = None,
+    watch: Callable[[int], str] | None = None,
+    python: str | None = None,
+) -> list[dict]:
+    """Calls `entry` ("package.module:function") with `spec` in `ranks` processes under torchrun.
+
+    One row a rank: rank; status "ok", "oom", "error", "crash" (ended by a signal), "timeout" (still
+    running at the deadline) or "ended" (taken down because another rank had failed); result, for
+    "ok" only; message; evidence, the traceback's tail, the stacks at the deadline or the tail of
+    stderr; place, where it last said to stand; first, whether it was the first to fail; raised,
+    whether the message is its exception's; seconds, of the launch. `folder` keeps what each rank
+    wrote and printed. All processes are gone at the end.
+
+    `watch` and `python` are those of `trial.run_child`.
+
+    Raises ValueError for a number of ranks below 1 and for what `trial.run_child` refuses.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    trial.check_entry(entry)
+    folder = Path(folder).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in ("rank-*.json", "place-*.json", "stacks-*.txt", "logs/*/*/*/*.log"):
+        for left in folder.glob(pattern):
+            left.unlink()
+    given = {"entry": entry, "spec": spec, "ranks": ranks, "folder": str(folder)}
+    cut: list[float] = []  # when it was ended from here: what ranks say after that is our doing
+
+    def watched(pid: int) -> str:
+        reason = watch(pid) if watch is not None else ""
+        if reason:
+            cut.append(time.time())
+        return reason
+
+    launched = trial.run_child(
+        "whyhung.process.ranks:launch",
+        given | {"deadline_s": deadline_s},
+        deadline_s=deadline_s + _MARGIN_S,
+        folder=folder / "launch",
+        env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(env or {})},
+        stop=stop,
+        watch=watched if watch is not None else None,
+        python=python,
+    )
+    return _rows(launched, ranks, folder, min(cut, default=None))
+
+
+def launch(spec: dict) -> dict:
+    """torchrun itself, watched; runs in a child process.
+
+    {"late": when its deadline was over, None where it ended before, "stderr"}.
+    """
+    folder = Path(spec["folder"])
+    spec_file = folder / "ranks.json"
+    spec_file.write_text(json.dumps(spec["spec"], indent=1), encoding="utf-8")
+    command = [
+        *(sys.executable, "-m", "whyhung.process.family", "torch.distributed.run"),
+        *("--nproc-per-node", str(spec["ranks"])),
+        # An address of our own rather than the host's name, which need not resolve.
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        *("--log-dir", str(folder / "logs"), "--redirects", "3"),
+        *("-m", "whyhung.process.child", spec["entry"], str(spec_file), str(folder)),
+    ]
+    end = time.monotonic() + spec["deadline_s"]
+    with open(folder / "torchrun.txt", "wb") as out:
+        paths = os.pathsep.join(filter(None, sys.path))  # ranks find the modules that we find
+        env = {**os.environ, "PYTHONPATH": paths, family.PARENT: str(os.getpid())}
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+    late = process.poll() is None
+    ended = time.time()
+    if late:
+        for place in folder.glob("place-*.json"):
+            try:
+                os.kill(json.loads(place.read_text())["pid"], signal.SIGUSR1)
+            except (OSError, ValueError):
+                continue  # it has just ended
+        time.sleep(_STACK_S)
+    text = (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace")
+    return {"late": ended if late else None, "stderr": text[-4 * _TAIL :]}
+
+
+def _rows(
+    launched: trial.Outcome, ranks: int, folder: Path, cut: float | None = None
+) -> list[dict]:
+    said = launched.result or {"late": None, "stderr": launched.evidence}
+    if launched.status == "timeout":
+        said["late"] = cut or time.time()
+    codes = {int(rank): int(code) for rank, code in _FAILURE.findall(said["stderr"])}
+    rows = [_row(rank, said, codes.get(rank), launched, folder) for rank in range(ranks)]
+    first = _first(rows, said["stderr"])
+    for row in rows:
+        row["first"] = row["rank"] == first
+        row["seconds"] = launched.seconds
+        row["raised"] = row.pop("time") is not None
+        del row["code"]
+    return rows
+
+
+def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folder: Path) -> dict:
+    left = child.read(folder / f"rank-{rank}.json", {})
+    place = child.read(folder / f"place-{rank}.json", {}).get("place", "before its start")
+    row = {"rank": rank, "place": place, "result": None, "message": "", "evidence": "",
+           "time": None, "code": code}  # fmt: skip
+    if left.get("status") != "ok" and left.get("time", 0.0) > (said["late"] or math.inf):
+        left = {}  # it lost the others, or was interrupted, as all were ended
+    if left.get("status") == "ok":
+        return row | {"status": "ok", "result": left["result"]}
+    if left:
+        status, message, evidence = left["status"], left["message"], left["traceback"]
+        row["time"] = left["time"]
+    elif said["late"]:
+        status, message = "timeout", f"still running at the deadline, at: {place}"
+        stacks = folder / f"stacks-{rank}.txt"
+        evidence = stacks.read_text(errors="replace") if stacks.is_file() else ""
+    else:
+        evidence = _tail(rank, folder) or said["stderr"][-_TAIL:] or launched.message
+        if code == -signal.SIGTERM:
+            status, message = "ended", f"ended because another rank had failed, at: {place}"
+        elif code is not None and code < 0:
+            status, message = "crash", f"ended by {family.signal_name(-code)}"
+        else:
+            status = "error"
+            message = launched.message or f"exited with {code} before it had a result"
+    return row | {"status": status, "message": message, "evidence": evidence}
+
+
+def _first(rows: list[dict], stderr: str) -> int | None:
+    """The rank whose own the cause is: one that a signal ended, else that raised, else that exited.
+
+    Those that lost their connection to it, or waited for it, only noticed. None where all that
+    failed did, and another had returned or was ended before it could say anything.
+    """
+    cause = _FAILURE.search(stderr, max(0, stderr.find("Root Cause")))
+    named = int(cause[1]) if cause else None
+    witnesses = [row["rank"] for row in rows if is_witness(row)]
+    own = [row for row in rows if row["rank"] not in witnesses]
+    crashed = [row["rank"] for row in own if row["status"] == "crash"]
+    if crashed:
+        return named if named in crashed else crashed[0]
+    raised = [(row["time"], row["rank"]) for row in own if row["time"] is not None]
+    if raised:
+        return min(raised)[1]
+    exited = [row["rank"] for row in own if row["status"] == "error" and row["code"] is not None]
+    if exited:
+        return named if named in exited else exited[0]
+    if witnesses and len(witnesses) < len(rows):
+        return None
+    noticed = [(row["time"] or math.inf, row["rank"]) for row in rows if is_witness(row)]
+    return min(noticed)[1] if noticed else named
+
+
+def is_witness(row: dict) -> bool:
+    """Whether a rank ended because it lost another: its peers' end is not its own fault."""
+    if row["status"] == "error" and row["time"] is not None:
+        return child.lost_another(row["message"])
+    # NCCL's watchdog, and what C++ throws in a thread, abort a process
+    aborted = row["status"] == "crash" and row["message"].endswith("SIGABRT")
+    return aborted and child.lost_another(row["evidence"])
+
+
+def _tail(rank: int, folder: Path) -> str:
+    logs = sorted(folder.glob(f"logs/*/*/{rank}/stderr.log"))
+    return logs[-1].read_text(encoding="utf-8", errors="replace")[-_TAIL:] if logs else ""

@@ -1,0 +1,114 @@
+"""Which frames of a stack are the user's own, and in how few words the others are told.
+
+A frame is "file:line function", a stack has its innermost frame first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import PurePosixPath
+
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/:]+)")
+_STANDARD = re.compile(r"/lib(?:64)?/python3[^/]*/([^/:]+)|/python3\d+\.zip/([^/:]+)")
+# Of a torch that was built where its source lies; ~/torch/train.py is somebody's own.
+_TORCH = re.compile(
+    r"(?:^|/)torch/(?:_[^/]*|ao|amp|autograd|backends|compiler|cuda|distributed|export|func|futures"
+    r"|fx|jit|library|linalg|multiprocessing|nn|optim|profiler|storage|utils)(?:/|\.py:)"
+    r"|(?:^|/)torch/(?:functional|serialization|random|overrides)\.py:"
+)
+_OURS = re.compile(r"(?:^|/)(?:whyhung|nsa/(?:lab|cli))/")
+_TYPED = ("<string>", "<stdin>", "<console>", "<ipython")  # what has no file and is yet somebody's
+_FILE = re.compile(r"^(.*?):(\d+) (.*)$")
+
+
+@lru_cache(maxsize=4096)  # stacks of thousands of threads have few frames that differ
+def library(frame: str) -> str:
+    """Whose frame it is: "torch", "threading", "numpy"; "" for the user's own."""
+    if found := _PACKAGE.search(frame):
+        return found[1].removesuffix(".py")
+    if found := _STANDARD.search(frame):
+        return (found[1] or found[2]).removesuffix(".py")
+    if _TORCH.search(frame):
+        return "torch"
+    if _OURS.search(frame):
+        return "whyhung"
+    found = _FILE.match(frame)
+    file = found[1] if found else frame
+    if file.startswith("<frozen "):
+        return file[len("<frozen ") :].rstrip(">").partition(".")[0]
+    if file.startswith("<"):
+        return "" if file.startswith(_TYPED) else "code made at run time"
+    if found is None or file.endswith((".so", ".c", ".cpp", ".cc")) or ".so." in file:
+        return "native code"
+    # torchrun, nsa, accelerate: what starts a program is not the program
+    return "a command" if re.search(r"/bin/[^/.]+$", file) else ""
+
+
+def is_users(frame: str) -> bool:
+    """Neither the standard library's, an installed package's, torch's nor this project's lab's."""
+    return not library(frame)
+
+
+def is_code(frame: str) -> bool:
+    """Neither torch's, the standard library's nor this project's lab's; packages' count."""
+    package = _PACKAGE.search(frame)
+    if package is None:
+        return is_users(frame)
+    return package[1].removesuffix(".py") != "torch" and _OURS.search(frame) is None
+
+
+def user_frames(frames: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the user's own, what the innermost of them had called): both innermost first."""
+    mine = [
+        number
+        for number, frame in enumerate(frames)
+        # with the method "spawn" a worker's outermost frame is a string that calls multiprocessing
+        if is_users(frame)
+        and not (
+            frame.startswith("<string>")
+            and "/multiprocessing/" in "".join(frames[number - 1 : number])
+        )
+    ]
+    return [frames[n] for n in mine], list(frames[: mine[0]] if mine else frames)
+
+
+def user_line(frames: Sequence[str]) -> str:
+    """The user's innermost frame, "train.py:31 evaluate"; "" where none is the user's."""
+    own, _ = user_frames(frames)
+    return short(own[0]) if own else ""
+
+
+def nearest(frames: Sequence[str]) -> str:
+    """The user's line; else that of an installed package; else the innermost."""
+    installed = [frame for frame in frames if _PACKAGE.search(frame) and library(frame) != "torch"]
+    return user_line(frames) or next(map(short, [*installed, *frames]), "")
+
+
+def short(frame: str) -> str:
+    """With its file's name alone; with its folder too where the name tells little."""
+    found = _FILE.match(frame)
+    if found is None or found[1].startswith("<"):
+        return frame
+    path = PurePosixPath(found[1].replace("\\", "/"))
+    little = path.name.startswith("__") or path.parent.name.startswith("ipykernel")
+    function = found[3].replace(".<locals>.", ".")
+    return f"{'/'.join(path.parts[-2:]) if little else path.name}:{found[2]} {function}"
+
+
+def is_in(frames: Sequence[str], file: str, function: str) -> bool:
+    """One of the frames is that function, or a method of that name, of that file."""
+    return any(file in f and re.split(r"[ .]", f)[-1] == function for f in frames)
+
+
+def folded(frames: Sequence[str]) -> str:
+    """ "3 frames of torch, 2 of threading": whose these are, in their order; "" for none."""
+    counts = Counter(filter(None, map(library, frames)))
+    told = [f"{count} of {name}" for name, count in counts.items()]
+    if not told:
+        return ""
+    first = counts[next(iter(counts))]
+    told[0] = told[0].replace(" of ", " frame of " if first == 1 else " frames of ", 1)
+    return ", ".join(told)

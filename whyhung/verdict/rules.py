@@ -1,0 +1,399 @@
+"""From evidence to a verdict, rule by rule: the first that applies. And several trials as one.
+
+A timeout alone is never HANG. Work that moves is SLOW however late it is; what rests is HANG only
+with a certificate that nobody is left who could end its wait, STALLED where somebody might, SLOW
+while anybody works. A verdict is a kind, the rule that applied, and what that rule read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from whyhung.verdict.collectives import unlike
+from whyhung.verdict.idle import idle
+from whyhung.verdict.pace import moves, pace
+from whyhung.verdict.rests import Rest, bound_s, rests
+from whyhung.verdict.stalls import Stall, named, place_of, stall
+from whyhung.verdict.standing import cut_short, remembered, standing, without_timers
+from whyhung.watch.evidence import OUTSIDE, Evidence
+
+KINDS = (
+    "PASS", "FAIL", "SLOW", "STALLED", "HANG", "OOM", "CRASH", "FLAKY", "INVALID", "INCONCLUSIVE",
+)  # fmt: skip
+_LISTS = ("because", "edges", "unknown", "settle")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One of KINDS, and why."""
+
+    kind: str
+    what: str = ""  # which sort, as "lock" or "nan-grad"
+    rule: str = ""  # the first rule that applied
+    because: tuple[str, ...] = ()  # what it read, in sentences
+    place: str = ""  # where, as far as another run of the same fault shows it too
+    numbers: dict[str, Any] = field(default_factory=dict, compare=False)  # what a table wants
+    signature: str = ""  # kind, what and place, equal for equal faults
+    # Of what stands still, for the page:
+    line: str = field(default="", compare=False)  # the user's own: "train.py:31 evaluate"
+    edges: tuple[dict[str, Any], ...] = field(default=(), compare=False)  # see verdict.graph.edge
+    unknown: tuple[str, ...] = field(default=(), compare=False)  # what could not be seen
+    settle: tuple[str, ...] = field(default=(), compare=False)  # commands that would tell more
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} is none of {', '.join(KINDS)}")
+        for name in _LISTS:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not self.signature:
+            at = f" at {self.place}" if self.place else ""
+            object.__setattr__(self, "signature", self.label + at)
+
+    @property
+    def label(self) -> str:
+        """HANG:lock, PASS, ..."""
+        return f"{self.kind}:{self.what}" if self.what else self.kind
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {name: list(getattr(self, name)) for name in _LISTS}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Verdict:
+        """What `to_dict` wrote, also after JSON."""
+        return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
+
+
+# Which of several broken oracles names the verdict: what explains the others comes first.
+ORDER = (
+    *("ranks", "finite", "explosion", "arrival", "optimizers", "checkpoint", "backends", "graph"),
+    *("census", "quadratic", "memory", "plateau", "recompilations", "duration"),
+)
+SLOW_ONLY = ("recompile", "growing")  # what is right and late
+UNDONE = "ended by itself before its steps were done"
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """The verdict of one trial, by the first rule that applies.
+
+    Of a trial that still runs (`end` None) as of its last sample: HANG only where it is certified,
+    so that a supervisor may ask as often as it likes and end what it need not wait for.
+    """
+    for rule in (_untrusted, _cut_short, _ended, _returned, _stands, _silent, _moving):
+        found = rule(evidence)
+        if found is not None:
+            return found
+    return _resting(evidence)
+
+
+def _untrusted(evidence: Evidence) -> Verdict | None:
+    if evidence.preflight:
+        return Verdict("INCONCLUSIVE", "preflight", "preflight failed", evidence.preflight)
+    end = evidence.end
+    if end is None:
+        return None
+    variables = {**evidence.environment, **evidence.environment.get("env", {})}
+    variables |= evidence.spec.get("env", {})
+    detail = variables.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL"
+    if detail and end.how == "signal" and end.type == "SIGSEGV":
+        why = "TORCH_DISTRIBUTED_DEBUG=DETAIL itself ends in SIGSEGV with some versions; use INFO"
+        return Verdict("INCONCLUSIVE", "tool-crash", "an observer crashed", [why])
+    if end.how == "stopped by the supervisor" and end.type == "caller":
+        found = stall(evidence)
+        if found is not None and found.state == "certified":
+            return None  # whoever ended it, it could not have gone on
+        why = f"it was stopped after {evidence.seconds:.1f} s: {end.message or 'somebody asked'}"
+        told = (standing(evidence) or {}).get("headline")
+        said = [f"told before: {told}"] if told else []
+        return Verdict("INCONCLUSIVE", "stopped-early", "stopped by its caller", [why, *said])
+    return None
+
+
+def _cut_short(evidence: Evidence) -> Verdict | None:
+    """Verdict of a run ended by a signal while it stood: as it stood then."""
+    if not cut_short(evidence):
+        return None
+    found, told = _stands(evidence), standing(evidence)
+    if found is None or found.label != told["label"]:  # what the signal moved was seen, too
+        found = Verdict(place=named(told["line"]), **remembered(told))
+    return replace(found, because=(*found.because, evidence.end.message))
+
+
+def _ended(evidence: Evidence) -> Verdict | None:
+    """By itself, and not well."""
+    end = evidence.end
+    if end is None:
+        return None
+    if end.out_of_memory:
+        because = [f"{end.out_of_memory} memory: {end.message or end.type}"]
+        if end.peak_mib is not None:
+            because.append(f"its peak was {end.peak_mib:,.0f} MiB")
+        numbers = {"peak_mib": end.peak_mib}
+        return Verdict("OOM", end.out_of_memory, "out of memory", because, numbers=numbers)
+    if end.how not in ("exception", "signal", "exit"):
+        return None
+    what = end.type or (f"exit {end.returncode}" if end.how == "exit" else end.how)
+    because = [f"it ended by {end.how}: {end.message or what}"]
+    if end.first_rank is not None:
+        because.append(f"rank {end.first_rank} was the first to fail")
+    because += unlike(evidence)
+    frames = [f"{file}:{line} {name}" for file, line, name in _FRAME.findall(end.traceback)]
+    place = place_of(frames[::-1])
+    if not place and evidence.samples:
+        place = evidence.last(end.first_rank or 0).phase.replace(OUTSIDE, "")
+    if place:
+        because.append(f"at {place}")
+    return Verdict("CRASH", what, UNDONE, because, place)
+
+
+def _returned(evidence: Evidence) -> Verdict | None:
+    if evidence.end is None or evidence.end.how != "returned":
+        return None
+    steps, told = int(evidence.spec.get("steps") or 0), (evidence.result or {}).get("steps")
+    done = int(told) if told is not None else len(evidence.losses) or steps
+    if done < steps:
+        because = [f"it returned after {done} of {steps} steps"]
+        return Verdict("CRASH", "early-return", UNDONE, because)
+    broken = sorted(
+        (name for name, r in evidence.oracles.items() if r.get("ok") is False),
+        key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name),
+    )
+    bad = [i for i, loss in enumerate(evidence.losses) if not math.isfinite(loss)]
+    said = [f"{name}: {evidence.oracles[name].get('detail', 'broken')}" for name in broken]
+    if bad:
+        said.append(f"the loss of step {bad[0]} is {evidence.losses[bad[0]]}")
+    if broken:
+        first = evidence.oracles[broken[0]]
+        what = first.get("what") or broken[0]
+        kind, rule = "FAIL", "an oracle is broken"
+        if what in SLOW_ONLY and not bad:
+            kind, rule = "SLOW", "right, and late by its own doing"
+        return Verdict(kind, what, rule, said, first.get("place", ""), {"broken": broken})
+    if bad:
+        return Verdict("FAIL", "nan-loss", "a loss is not finite", said)
+    held = [name for name, r in evidence.oracles.items() if r.get("ok")]
+    because = [
+        f"{steps} of {steps} steps" if steps else "it returned",
+        f"oracles that hold: {', '.join(held)}" if held else "no oracle was asked",
+    ]
+    because += [
+        f"{name} could not tell: {r.get('detail', '')}"
+        for name, r in evidence.oracles.items()
+        if r.get("ok") is None
+    ]
+    because += [
+        f"hint: {name}: {r['hint']}" for name, r in evidence.oracles.items() if r.get("hint")
+    ]
+    numbers = {"late": _is_late(evidence), "seconds": _worked_s(evidence)}
+    if numbers["late"]:
+        late, soft_s = numbers["seconds"], evidence.soft_s
+        because.append(f"late: {late:.1f} s, its soft deadline was {soft_s:.1f} s")
+    return Verdict("PASS", "", "returned, and every oracle holds", because, numbers=numbers)
+
+
+def _silent(evidence: Evidence) -> Verdict | None:
+    """Nothing was ever heard of it, so that nothing can be said to have stopped."""
+    heard = any(s.beats or s.p.phases or s.p.events or s.p.step >= 0 for s in evidence.samples)
+    if heard or any(s.state == "T" for s in evidence.samples):
+        return None
+    because = [f"no sign of life in {evidence.seconds:.1f} s: neither a beat nor a step"]
+    return Verdict("INCONCLUSIVE", "no-heartbeat", "no heartbeat ever", because)
+
+
+_STATES = {
+    "certified": ("HANG", "waits, and nobody is left who could end that"),
+    "waiting": ("STALLED", "waits quietly for what may still come"),
+    "busy": ("SLOW", "makes no progress that is counted, and somebody works"),
+    "timer": ("SLOW", "waits for a timer that ends by itself"),
+}
+
+
+def _stands(evidence: Evidence) -> Verdict | None:
+    """Progress rests, and looks were taken meanwhile."""
+    found = stall(evidence)
+    if found is None:
+        return None
+    rest, (kind, rule) = found.rest, _STATES[found.state]
+    because, edges = [*found.because, *_rested(rest)], found.edges
+    if kind == "HANG":
+        because, edges = without_timers(because, edges)
+    quiet = found.state in ("waiting", "timer")
+    if quiet and (asked := idle(evidence.snapshots[-1].of(rest.rank), rest.p)):
+        because.insert(0, f"rank {rest.rank} {asked}")
+        return Verdict("INCONCLUSIVE", "idle", "waits to be asked", because, line=found.line)
+    if evidence.end is not None and evidence.end.type == "deadline":
+        because.append(f"its limit ended it: {evidence.end.message}")
+        because += _late(evidence, {})
+    numbers = {
+        **{"rank": rest.rank, "step": rest.p.step, "rested_s": rest.seconds, "since_s": rest.since},
+        **{"p": str(rest.p), "where": found.where, "pid": found.pid, "left_s": found.left_s},
+        **{"longest_s": rest.longest, "bound_s": bound_s(rest), "late": _is_late(evidence)},
+    }
+    phase = "" if rest.p.phase == OUTSIDE else rest.p.phase
+    place = ", ".join(filter(None, (phase, named(found.line))))
+    return Verdict(kind, found.what, rule, because, place, numbers, line=found.line,
+                   edges=edges, unknown=found.unknown, settle=_settle(found))  # fmt: skip
+
+
+def _settle(found: Stall) -> list[str]:
+    """Commands that would tell more of what stands."""
+    if not found.pid or found.state == "timer":
+        return []
+    commands = [f"py-spy dump --native --pid {found.pid}"]
+    more = {
+        "socket": f"ss -tnp | grep pid={found.pid}",
+        "file lock": "cat /proc/locks",
+        "device": f"cuda-gdb --pid {found.pid} -batch -ex 'info cuda kernels'",
+        "collective": "TORCH_FR_BUFFER_SIZE=2000 and `whyhung watch`: every rank's collectives",
+        "stopped": f"kill -CONT {found.pid}",
+        "polling": f"strace -f -e trace=file -p {found.pid}",
+    }
+    return [*commands, more[found.what]] if found.what in more else commands
+
+
+def _moving(evidence: Evidence) -> Verdict | None:
+    """Not at rest: slow, or nothing to say yet."""
+    seen = [rest for rest in rests(evidence) if not rest.gone]
+    if seen and all(rest.seconds > evidence.stall_s for rest in seen):
+        return None
+    numbers = pace(evidence)
+    cut = evidence.end is not None and evidence.end.type == "deadline"
+    mover = min(seen, key=lambda rest: rest.seconds) if seen else None
+    count = moves(evidence.of(mover.rank)) if mover else 0
+    if not count:
+        because = [f"stopped after {evidence.seconds:.1f} s, too soon to see anything move"]
+        return Verdict("INCONCLUSIVE", "too-short", "nothing had moved yet", because)
+    because = [f"it moves: {count} changes of its progress were seen, the last to {mover.p}"]
+    if _is_late(evidence) or cut:
+        because += _late(evidence, numbers)
+        return Verdict("SLOW", "", "moves, and is late", because, numbers=numbers)
+    if evidence.end is None:
+        return Verdict("INCONCLUSIVE", "running", "it is not late", because, numbers=numbers)
+    because.append("it was stopped, though it was not late")
+    return Verdict("INCONCLUSIVE", "not-late", "stopped without need", because, numbers=numbers)
+
+
+def _resting(evidence: Evidence) -> Verdict:
+    """At rest for too short to tell why, or nobody looked."""
+    rest = min(rests(evidence), key=lambda rest: (rest.p.key(), rest.rank))  # others may wait
+    because = [*_rested(rest), "too few looks were taken to tell why"]
+    return Verdict("INCONCLUSIVE", "few-looks", "stands, and was looked at too little", because)
+
+
+def _rested(rest: Rest) -> list[str]:
+    if rest.p.phase == OUTSIDE:
+        return [
+            f"so it was seen for {rest.seconds:.1f} s; nothing counts rank {rest.rank}'s progress"
+        ]
+    return [
+        f"rank {rest.rank} has made no progress for {rest.seconds:.1f} s, at {rest.p}",
+        f"its longest silence before was {rest.longest:.1f} s" if rest.longest else
+        "no silence was seen before, its first step left out",
+    ]  # fmt: skip
+
+
+def _late(evidence: Evidence, numbers: Mapping[str, float | None]) -> list[str]:
+    lines = []
+    if evidence.soft_s is not None:
+        worked_s, soft_s = _worked_s(evidence), evidence.soft_s
+        since = f"{worked_s:.1f} s since its first step began"
+        lines.append(f"{since}, its soft deadline was {soft_s:.1f} s")
+    told = {
+        "fraction": "about {:.0%} of its steps are done",
+        "eta_s": "about {:,.0f} s are left at this rate",
+        "ratio": "{:.1f} x its prediction",
+    }
+    known = {name: numbers[name] for name in told if numbers.get(name) is not None}
+    return lines + [told[name].format(number) for name, number in known.items()]
+
+
+def _is_late(evidence: Evidence) -> bool:
+    return _worked_s(evidence) > (evidence.soft_s or math.inf)
+
+
+def _worked_s(evidence: Evidence) -> float:
+    """Since its first step began, as the deadlines count; until its last sign of life."""
+    alive = [s.t for s in evidence.samples if s.state]
+    until = max(alive) if alive and evidence.end is not None else evidence.seconds
+    return max(0.0, (until or evidence.seconds) - (evidence.began_s or 0.0))
+
+
+def compare(trials: Sequence[Evidence | Verdict]) -> Verdict:
+    """Trials of one spec as one: what they all are, or FLAKY with k of n and a Jeffreys interval.
+
+    Those that are INCONCLUSIVE do not count. numbers: n, k of the most frequent verdict that is not
+    PASS, low and high of its rate at 95 %, and `counts` by label. That all are alike bounds how
+    often another would come; it does not say never.
+
+    Raises ValueError for no trial, and for evidence of different specs.
+    """
+    if not trials:
+        raise ValueError("no trials to compare; give all that ran of one spec")
+    specs = {json.dumps(t.spec, sort_keys=True) for t in trials if isinstance(t, Evidence)}
+    if len(specs) > 1:
+        raise ValueError(f"{len(specs)} different specs: what differs may be their doing; use one")
+    verdicts = [t if isinstance(t, Verdict) else judge(t) for t in trials]
+    told = [v for v in verdicts if v.kind != "INCONCLUSIVE"]
+    n, left = len(told), len(verdicts) - len(told)
+    notes = [f"{left} of {len(verdicts)} are inconclusive and do not count"] if left else []
+    if not told:
+        return Verdict("INCONCLUSIVE", verdicts[0].what, "no trial tells anything", notes)
+    counts = Counter(v.label for v in told)
+    bad = Counter(v.label for v in told if v.kind != "PASS") or counts
+    label, k = bad.most_common(1)[0]
+    low, high = jeffreys(k, n)
+    numbers = {"n": n, "k": k, "of": label, "low": low, "high": high, "counts": dict(counts)}
+    if len(counts) == 1:
+        alike, rare = told[0], jeffreys(0, n)[1]
+        notes = [f"{n} of {n} alike; another verdict comes in less than {rare:.0%} (95 %)", *notes]
+        return Verdict(alike.kind, alike.what, alike.rule, [*alike.because, *notes], alike.place,
+                       {**alike.numbers, **numbers})  # fmt: skip
+    said = [f"{name}: {count} of {n}" for name, count in counts.most_common()]
+    because = [f"{label} in {k} of {n}, a rate of {low:.0%} to {high:.0%} (95 %, Jeffreys)", *said]
+    because += notes
+    return Verdict("FLAKY", label, "one spec, different verdicts", because, numbers=numbers)
+
+
+def arms(a: Evidence, b: Evidence) -> Verdict:
+    """Whether two arms of a comparison compared anything: INVALID where both ran the same path.
+
+    PASS where their witnesses differ, however often each path ran; INCONCLUSIVE without both.
+    """
+    paths = [_paths(arm.witness) for arm in (a, b)]
+    if None in paths:
+        who = " and ".join(name for name, p in zip("ab", paths, strict=True) if p is None)
+        why = f"no path witness of arm {who}: nothing tells what ran"
+        return Verdict("INCONCLUSIVE", "no-witness", "arms without a witness", [why])
+    if paths[0] == paths[1]:
+        why = f"both arms ran {', '.join(sorted(paths[0])) or 'nothing'}"
+        return Verdict("INVALID", "same-path", "both arms ran the same path", [why])
+    only = [", ".join(sorted(paths[i] - paths[1 - i])) or "nothing else" for i in (0, 1)]
+    why = [f"only the first ran {only[0]}", f"only the second ran {only[1]}"]
+    return Verdict("PASS", "", "the arms ran different paths", why)
+
+
+def _paths(witness: dict[str, Any] | None) -> set[str] | None:
+    """What ran, without how often: `branch: implementation`, and whatever else is one word."""
+    if not witness or witness.get("paths") == {}:
+        return None
+    words = {f"{k}: {v}" for k, v in witness.items() if isinstance(v, str | bool | int | float)}
+    paths = witness.get("paths", {})
+    return words | {f"{branch}: {name}" for branch, ran in paths.items() for name in ran}
+
+
+def jeffreys(k: int, n: int) -> tuple[float, float]:
+    """The 95 % interval for a rate of which k of n were seen; from 0 where k = 0, to 1 at k = n."""
+    if not 0 <= k <= n or n < 1:
+        raise ValueError(f"k={k} of n={n}: k must be 0 to n, and n at least 1")
+    from scipy.special import betaincinv
+
+    tail = (1 - 0.95) / 2
+    low = 0.0 if k == 0 else float(betaincinv(k + 0.5, n - k + 0.5, tail))
+    high = 1.0 if k == n else float(betaincinv(k + 0.5, n - k + 0.5, 1 - tail))
+    return low, high
