@@ -22,11 +22,11 @@ LINES = {
     "nsa/lab/process": (4173, 3000),
     "nsa/lab/watch": (4317, 3500),
     "nsa/lab/verdict": (3730, 2000),
-    "nsa/lab": (25624, 15000),
-    "nsa/workbook": (6837, 4700),
+    "nsa/lab": (25525, 15000),
+    "nsa/workbook": (6720, 4700),
     "nsa/experiments": (23333, 9500),
-    "nsa/cli": (2080, 1150),
-    "nsa": (76321, 49000),
+    "nsa/cli": (2030, 1150),
+    "nsa": (76055, 49000),
     "tests": (60970, 34000),
 }
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
