@@ -23,11 +23,11 @@ LINES = {
     "nsa/lab/watch": (4317, 3500),
     "nsa/lab/verdict": (3730, 2000),
     "nsa/lab": (25525, 15000),
-    "nsa/workbook": (6720, 4700),
-    "nsa/experiments": (23333, 9500),
-    "nsa/cli": (2030, 1150),
-    "nsa": (76055, 49000),
-    "tests": (60970, 34000),
+    "nsa/workbook": (6606, 4700),
+    "nsa/experiments": (23310, 9500),
+    "nsa/cli": (1969, 1150),
+    "nsa": (75857, 49000),
+    "tests": (60871, 34000),
 }
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
 LONGEST = 400  # lines of a file
