@@ -28,11 +28,20 @@ from whyhung import cli as hung
 # Modules whose distribution has another name.
 ALIASES = {"yaml": "pyyaml", "jinja2": "nbconvert", "bs4": "nbconvert"}
 
+# Commands of earlier versions, and what does their work now.
+GONE = {
+    "judge": "nsa site shows every claim with its run's own verdict, device, commit and age",
+    "results": "nsa site --committed writes every claim of the committed runs to claims.html",
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; a wrong request prints one line to stderr."""
-    known = parser()
-    if not (sys.argv[1:] if argv is None else argv):
+    known, argv = parser(), sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in GONE:
+        print(f"nsa: there is no nsa {argv[0]} any more; {GONE[argv[0]]}", file=sys.stderr)
+        return BAD_INPUT
+    if not argv:
         known.print_help(sys.stderr)
         raise SystemExit(BAD_INPUT)
     arguments = known.parse_args(argv)

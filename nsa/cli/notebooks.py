@@ -30,13 +30,8 @@ def add(commands) -> None:
     retention.options(command(commands, runs, "--json", "--runs"))
     command(commands, show, "run", "--runs")
     command(commands, keep, "run", "--runs")
-    command(commands, judge, "--runs").add_argument("run", nargs="+", metavar="RUN", help="its id")
     command(commands, env, "--json")
     command(commands, report, "run", "--runs")
-    made = command(commands, results, "--runs")
-    made.add_argument("--into", metavar="FILE", help="write it there, links relative to it")
-    text = "only runs that git tracks, as the page that is committed"
-    made.add_argument("--committed", action="store_true", help=text)
     command(commands, decide, "--runs")
     made = command(commands, init)
     made.add_argument("folder", metavar="FOLDER", help="made where it is not there")
@@ -154,48 +149,6 @@ def keep(arguments) -> int:
     return GOOD
 
 
-def judge(arguments) -> int:
-    """Judge the claims of stored runs again by today's rules: of the same rows and in the same
-    words. A changed verdict says what it was, and the commit that judged it."""
-    from nsa.workbook.store import Run, open_store
-
-    store = open_store(arguments.runs)
-    found = [Run(store.find(name)) for name in arguments.run]
-    judged = [(one, *_aims(one)) for one in found]  # all, before any is written
-    for one, claims, *key in judged:
-        changed = one.judge_again(claims, *key)
-        print(f"{one.id}: {len(changed)} verdicts changed")
-        for entry in changed:
-            print(f"  {entry['was']} -> {entry['verdict']}  {entry['claim']}")
-    return GOOD
-
-
-def _aims(run) -> tuple:
-    """The claims of a run's notebook that its records alone decide and that may be missed; and by
-    what a sentence is known where its verdict is a part of it."""
-    match run.id[:2]:
-        case "02":
-            from nsa.experiments.comparison.claims import aims
-
-            return (aims(run.metrics()),)
-        case "04":
-            from nsa.experiments.throughput.claims import aims
-
-            return (aims(run.metrics()),)
-        case "06":
-            from nsa.experiments.case_study.settlement import claims, table
-
-            return table.judged_again(run), claims.subject
-        case "07" if (run.folder / "selfcheck.json").is_file():
-            from nsa.experiments.selfcheck import claims, judged
-
-            rows = judged.read([run.folder / "selfcheck.json"])
-            return ([*claims.must_hold(rows), *claims.should_hold(rows)],)
-    raise ValueError(
-        f"{run.id} has no aims that its records decide; runs of 02, 04, 06 and 07 have"
-    )
-
-
 def env(arguments) -> int:
     """Show what a run would record about this machine."""
     from nsa.workbook.environment import snapshot
@@ -223,29 +176,6 @@ def report(arguments) -> int:
         from nsa.experiments.training.report import render
     print(render(folder))
     print(index(arguments.runs))
-    return GOOD
-
-
-def results(arguments) -> int:
-    """Write one page of what all runs say: every sentence with its verdict and a link to its
-    evidence."""
-    from nsa.workbook import results as stored
-    from nsa.workbook.files import write_atomically
-
-    if arguments.committed:
-        found = stored.Stored(stored.committed(arguments.runs))
-    else:
-        found = stored.open_stored(arguments.runs)
-    if not found.runs:
-        raise ValueError(f"no run below {arguments.runs} has ended; start one with `nsa run`")
-    target = Path(arguments.into) if arguments.into else None
-    if target and not target.resolve().parent.is_dir():
-        raise ValueError(f"--into {target}: its folder does not exist; make it first")
-    text = stored.page(found, arguments.runs, target.parent if target else ".")
-    if target:
-        print(f"{write_atomically(target, text)}  {len(found.runs)} runs")
-    else:
-        print(text, end="")
     return GOOD
 
 

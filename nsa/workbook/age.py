@@ -57,11 +57,6 @@ def since(commit: str, at: str = "HEAD", top: Path = PACKAGE.parent) -> Age:
     return Age(commit, int(count), int(added[1] if added else 0), int(removed[1] if removed else 0))
 
 
-def newest(top: Path = PACKAGE.parent) -> str:
-    """The last commit that touched WHERE; "" outside of a checkout."""
-    return _git(top, "rev-list", "-1", "HEAD", "--", *WHERE).strip()
-
-
 def _git(top: Path, *words: str) -> str:
     command = ["git", "-C", str(top), *words]
     try:

@@ -1,7 +1,6 @@
-"""What stored runs say, sentence by sentence, and a page of it on which each opens its evidence."""
+"""Claims and rows of stored runs, with the trials, commit and caveats of each."""
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +15,6 @@ from nsa.workbook.files import read_json
 from nsa.workbook.record import load, status_now
 
 TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")  # an id as `nsa explain` takes it
-SHOWN = 4  # trials of a sentence that are linked one by one
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Sentence(Claim):
 
     @property
     def key(self) -> str:
-        """What it is about, without what was found: what stands before a colon or semicolon."""
+        """Subject of the claim, without what was found: the text before a colon or semicolon."""
         return re.split("[:;] ", self.claim)[0]
 
     @property
@@ -142,7 +140,6 @@ class Stored:
         self.runs = [
             r for r in found if status_now(r.record) == "ok" or _refuted(r.folder, r.record)
         ]
-        self.broken_off = [run for run in found if run not in self.runs]
         if live is not None:
             self.runs.insert(0, StoredRun(live.folder, {"notebook": live.notebook}))
 
@@ -202,97 +199,3 @@ def _refuted(folder: Path, record: dict[str, Any]) -> bool:
     """A claim of it failed and ended it, which is a finding and no accident."""
     failed = record.get("stop_reason") == "error" and "AssertionError" in record.get("message", "")
     return failed and store.overall(read_json(folder / "verdicts.json", [])) == "FAIL"
-
-
-def page(stored: Stored, root: str | Path = "runs", beside: str | Path = ".", at: str = "") -> str:
-    """RESULTS.md: of each notebook, newest run first, every sentence with its verdict and links.
-
-    A sentence gives way to the same one of a newer run of the same device and parameters, if that
-    decides it or it was not decided here, and the run says so. Those that name no evidence stand
-    apart, and so do runs that broke off. Links are relative to the folder `beside`. at: the commit
-    as of which the evidence's age is told, the last that touched that code where it is empty.
-    """
-    to, at = Path(os.path.relpath(root, beside)).as_posix(), at or age.newest()
-    as_of = f"up to commit {at[:12]}" if at else "which is unknown outside of a checkout"
-    lines = [*HEADER.format(words=age.WORDS, as_of=as_of).splitlines(), ""]
-    bare: list[str] = []
-    for notebook in sorted({run.notebook for run in stored.runs}):
-        runs = stored.of(notebook)
-        lines += [f"## {notebook}", "", runs[0].record.get("question", ""), ""]
-        newer: dict[str, list[StoredRun]] = {}
-        for run in runs:
-            same = newer.setdefault(json.dumps([run.device or str(run.folder), run.parameters]), [])
-            gone = {s.key: by for s in run.sentences if (by := _superseding(s, same))}
-            same.append(run)
-            fresh = [s for s in run.sentences if s.key not in gone]
-            bare += [f"| {s.verdict} | {_cell(s.claim)} | {_link(run, to)} |" for s in fresh
-                     if not s.evidence]  # fmt: skip
-            lines += [f"{_link(run, to)}, {_about(run, at)}.", ""]
-            with_evidence = [s for s in fresh if s.evidence]
-            if with_evidence:
-                lines += [*TABLE, *(_row(s, to) for s in with_evidence), ""]
-            for by in same[:-1]:
-                if count := sum(one is by for one in gone.values()):
-                    lines += [f"{count} of its sentences are told anew by {_link(by, to)}.", ""]
-    if bare:
-        lines += ["## Without evidence", "", WITHOUT, "", "| verdict | sentence | run |",
-                  "|---|---|---|", *bare, ""]  # fmt: skip
-    if stored.broken_off:
-        lines += ["## Broken off", "", BROKEN_OFF, ""]
-        for run in stored.broken_off:
-            why = run.record.get("message") or "nobody said why"
-            lines += [f"- {_link(run, to)}, {status_now(run.record)}, {why}; {_about(run, at)}"]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _superseding(sentence: Sentence, newer: list[StoredRun]) -> StoredRun | None:
-    """The newest of these runs that says the same, where it counts for more."""
-    for run in newer:
-        mine = [s for s in run.sentences if s.key == sentence.key]
-        if len(mine) == 1 and (mine[0].verdict not in UNDECIDED or sentence.verdict in UNDECIDED):
-            return run
-    return None
-
-
-HEADER = """\
-# Results, sentence by sentence
-
-Written by `nsa results`, by hand never. Every sentence is a claim of a stored run, and its verdict
-was computed there: `evidence` opens what it was computed from, an id the folder of a trial, which
-`nsa explain ID` prints. It gives way only to the same sentence of a newer run of the same device
-and parameters, and its run says how often. `nsa decide` says what follows for hung, slow or wrong,
-and GO or NO-GO. What changed in {words} since a run stands with it,
-{as_of}."""
-TABLE = ("| verdict | sentence | opens |", "|---|---|---|")
-WITHOUT = "Claims that name no evidence: what was not measured in the run, and nothing that counts."
-BROKEN_OFF = "Runs that did not reach their end. What they say does not count."
-
-
-def _row(sentence: Sentence, to: str) -> str:
-    folder = f"{to}/{sentence.folder.parent.name}/{sentence.folder.name}"
-    links = [f"[evidence]({to}/{sentence.where})"]
-    links += [f"[{t.name}]({folder}/trials/{t.name})" for t in sentence.trials[:SHOWN]]
-    if len(sentence.trials) > SHOWN:
-        links += [f"and {len(sentence.trials) - SHOWN} more"]
-    carried = {path.name for path in sentence.trials}
-    if lost := [id for id in TRIAL.findall(sentence.claim) if id not in carried]:
-        links += [f"{len(lost)} of its trials are not carried"]
-    return f"| {sentence.verdict} | {_cell(sentence.claim)} | {', '.join(links)} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _link(run: StoredRun, to: str) -> str:
-    return f"[{run.folder.name}]({to}/{run.folder.parent.name}/{run.folder.name})"
-
-
-def _about(run: StoredRun, at: str) -> str:
-    """Device, torch and commit, of its rows where it has any; its age and its labels."""
-    facts = {
-        name: sorted({r[name] for r in run.rows} - {""}) for name in ("device", "torch", "commit")
-    }
-    told = [", ".join(values) for values in facts.values() if values] or ["no rows"]
-    when = str(run.record.get("started"))[:10]
-    return "; ".join([*told, when, str(run.age(at)), *run.labels])

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 from nsa.lab.progress import session
 from nsa.spelling import choice, nearest
 from nsa.workbook import environment, looks, metrics
-from nsa.workbook.claim import LACKS, VERDICTS, Claim
+from nsa.workbook.claim import VERDICTS, Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.parameters import of_kernel
 from nsa.workbook.record import load, status_now
@@ -159,31 +159,6 @@ class Run:
         refuted = [str(claim) for claim in claims if claim.verdict == "FAIL"]
         if refuted and must_hold:
             raise AssertionError("; ".join(refuted))
-
-    def judge_again(self, claims: Iterable[Claim], key: Callable[[str], str] = str) -> list[dict]:
-        """Stored sentences get the verdicts that `claims` of the same rows have by today's rules;
-        those that changed. Each keeps the verdict that it `was`, and the commit and day of its new
-        judge. A sentence must be the same to the letter, so its numbers are; what was not measured
-        may be said after it. Or it is the same by `key`, where a sentence has its verdict in it,
-        and then it keeps what it `said`.
-        """
-        now = {key(claim.claim.partition(LACKS)[0]): claim for claim in claims}
-        facts, entries, changed = environment.provenance(environment.snapshot()), [], []
-        for entry in self.verdicts():
-            before = entry["claim"].partition(LACKS)[0]
-            claim = now.get(key(before))
-            reworded = claim and claim.claim.partition(LACKS)[0] != before
-            if claim and (reworded or claim.verdict != entry["verdict"]):
-                by = {"commit": facts["commit"], "date": environment.utc_now()}
-                entry |= {"said": entry["claim"]} if reworded else {}
-                entry |= {"was": entry["verdict"], "judged_again": by, "verdict": claim.verdict}
-                if claim.claim != entry["claim"]:
-                    entry |= {"claim": claim.claim, "evidence": claim.evidence}
-                changed.append(entry)
-            entries.append(entry)
-        if changed:
-            write_json(self.folder / "verdicts.json", entries)
-        return changed
 
     def show(self, figure: Any, name: str) -> None:
         """Write the figure as `name`.png and `name`.svg, with this run at its foot. A notebook

@@ -26,36 +26,36 @@ sys.exit(child.wait())
 """
 
 
-def identity(program):
-    return f"{program.group}-{program.name}"
+def test_programs_say_what_is_due_and_which_of_their_functions_is_to_be_named():
+    assert PROGRAMS
+    for program in PROGRAMS:
+        name = f"{program.group}-{program.name}"
+        source = program.path.read_text()
+        tree = ast.parse(source)
+        assert set(program.lines) <= set(re.findall(r"\bdef (\w+)\(", source)), name
+        assert program.healthy or program.lines, name
+        marks = ("quiet", "over") if program.healthy else ("fault",)
+        for mark in marks:
+            assert f'print("{mark}", flush=True)' in source, name
+        imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not any(one.split(".")[0] in ("nsa", "hang_runs") for one in imported), name
+        lines = source.splitlines()
+        assert len(lines) <= 90, name
+        after = [line for line in lines if line.startswith("#") and line.endswith(".")]
+        assert after, f"{name}: a sentence after the header says what is true"
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=identity)
-def test_a_program_says_what_is_due_and_which_of_its_functions_is_to_be_named(program):
-    source = program.path.read_text()
-    tree = ast.parse(source)
-    assert set(program.lines) <= set(re.findall(r"\bdef (\w+)\(", source))
-    assert program.healthy or program.lines
-    marks = ("quiet", "over") if program.healthy else ("fault",)
-    for mark in marks:
-        assert f'print("{mark}", flush=True)' in source
-    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not any(name.split(".")[0] in ("nsa", "hang_runs") for name in imported)
-    assert len(source.splitlines()) <= 90
-    after = [line for line in source.splitlines() if line.startswith("#") and line.endswith(".")]
-    assert after, "a sentence after the header says what is true"
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=identity)
-def test_ranks_and_times_agree_with_the_kind(program):
-    if program.healthy:
-        assert program.quiet >= (40 if program.group == "gpu" else 20)
-        assert "HANGS_SCALE" in program.path.read_text()
-    else:
-        assert program.within == (30 if program.group == "gpu" else 60)
-        assert bool(program.guilty) == (max(program.ranks, program.spawns) > 1)
-    assert "" not in program.runs or len(program.runs) == 1
+def test_ranks_and_times_agree_with_the_kind():
+    for program in PROGRAMS:
+        name = f"{program.group}-{program.name}"
+        if program.healthy:
+            assert program.quiet >= (40 if program.group == "gpu" else 20), name
+            assert "HANGS_SCALE" in program.path.read_text(), name
+        else:
+            assert program.within == (30 if program.group == "gpu" else 60), name
+            assert bool(program.guilty) == (max(program.ranks, program.spawns) > 1), name
+        assert "" not in program.runs or len(program.runs) == 1, name
 
 
 @pytest.mark.parametrize("group", ["cpu", "gpu"])

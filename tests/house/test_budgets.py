@@ -19,13 +19,13 @@ LINES = {
     "nsa/model": (4179, 3600),
     "nsa/hf": (1227, 1230),
     "nsa/recipes": (328, 330),
-    "nsa/lab": (13503, 6500),
-    "nsa/workbook": (6837, 4700),
-    "nsa/experiments": (23333, 9500),
-    "nsa/cli": (1951, 1150),
-    "nsa": (64073, 40500),
+    "nsa/lab": (13404, 6500),
+    "nsa/workbook": (6616, 4700),
+    "nsa/experiments": (23312, 9500),
+    "nsa/cli": (1840, 1150),
+    "nsa": (63609, 40500),
     "whyhung": (12445, 8500),
-    "tests": (60970, 34000),
+    "tests": (60965, 34000),
 }
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
 LONGEST = 400  # lines of a file

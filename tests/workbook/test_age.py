@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from nsa.workbook.age import Age, newest, since
+from nsa.workbook.age import Age, since
 
 
 @pytest.fixture
@@ -34,7 +34,6 @@ def test_only_commits_of_that_code_count(tree):
     assert since(first, top=top) == Age(first, 1, 1, 2)
     assert since(first, second, top) == Age(first, 0) and since(third, top=top).fresh
     assert "1 commit with 1 lines more and 2 less touched" in str(since(second, top=top))
-    assert newest(top) == third
 
 
 @pytest.mark.processes
@@ -48,4 +47,3 @@ def test_an_unknown_commit_is_said_and_is_not_fresh(tree, tmp_path_factory):
     ):
         found = since(commit, top=where)
         assert not found.fresh and not found.known and told in str(found)
-    assert newest(tmp_path_factory.mktemp("none")) == ""

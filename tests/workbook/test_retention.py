@@ -1,4 +1,4 @@
-"""Which runs may go by rules, what must stay, and how one goes."""
+"""Runs that may go by their age, what must stay, and how one goes."""
 
 import json
 import os
@@ -38,12 +38,13 @@ def alive():
     return mine | {"machine": record.machine()}
 
 
-def chosen(**rules):
-    return [run.folder.name for run in retention.Rules(**rules).choose(retention.runs("runs"))]
+def old(days=30):
+    return [folder.name for folder in retention.older("runs", days * DAY_S)]
 
 
-def kept():
-    return {run.folder.name: run.kept for run in retention.runs("runs") if run.kept}
+def track(*folders):
+    subprocess.run(["git", "init", "-q"], check=True)
+    subprocess.run(["git", "add", *map(str, folders)], check=True)
 
 
 def nsa(capsys, *words, code=0):
@@ -52,108 +53,61 @@ def nsa(capsys, *words, code=0):
 
 
 @pytest.mark.processes
-def test_rules_of_age_size_and_status_must_all_hold(place):
-    store_run("01_one-00000001", days=40, size=5000)
-    store_run("01_one-00000002", "failed", days=40)
-    store_run("01_one-00000003", "failed", days=1)
-    store_run("01_one-00000004", "timeout", days=50, size=9000)
-    assert chosen(older_s=30 * DAY_S) == ["01_one-00000004", "01_one-00000001", "01_one-00000002"]
-    assert chosen(older_s=30 * DAY_S, statuses=("failed",)) == ["01_one-00000002"]
-    assert chosen(larger=4000) == ["01_one-00000004", "01_one-00000001"]
-    assert chosen(larger=4000, statuses=("ok",)) == ["01_one-00000001"]
-    assert chosen(statuses=("lost",)) == []
+def test_runs_are_chosen_by_age_oldest_first_whatever_names_them(place):
+    store_run("01_one-00000001", days=40)
+    store_run("01_one-00000002", "failed", days=50)
+    store_run("01_one-00000003", days=1)
+    damaged = store_run("01_one-00000004", started="soon")
+    os.utime(damaged, (0, 0))
+    (place / "README.md").write_text("as `01_one-00000001` shows")
+    assert set(old()) == {"01_one-00000001", "01_one-00000002", "01_one-00000004"}
+    names = [name for name in old() if name != damaged.name]
+    assert names == ["01_one-00000002", "01_one-00000001"]
+    assert old(60) == [damaged.name]
 
 
 @pytest.mark.processes
-def test_the_oldest_go_until_all_take_no_more_than_they_may(place):
-    for number in range(4):
-        store_run(f"01_one-0000000{number}", days=number, size=10_000)
-    total = sum(run.size for run in retention.runs("runs"))
-    assert chosen(down_to=total) == []
-    assert chosen(down_to=total - 1) == ["01_one-00000003"]
-    assert chosen(down_to=total // 2) == ["01_one-00000003", "01_one-00000002"]
-    assert chosen(down_to=0, older_s=2.5 * DAY_S) == ["01_one-00000003"]
-
-
-@pytest.mark.processes
-def test_a_run_that_runs_stays_and_one_whose_runner_is_gone_is_lost_at_once(place):
+def test_a_run_that_runs_is_not_pruned_and_one_whose_runner_is_gone_is(place):
     now = datetime.now(UTC).isoformat()
     store_run("01_one-00000001", "running", days=40, heartbeat=now, **alive())
-    store_run("01_one-00000002", "running", heartbeat=now, **alive() | {"pid_started": 1})
-    assert kept() == {"01_one-00000001": "it runs"}
-    assert chosen(statuses=("lost",)) == ["01_one-00000002"]
+    store_run("01_one-00000002", "running", days=40, heartbeat=now, **alive() | {"pid_started": 1})
+    assert old() == ["01_one-00000002"]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("README.md", "as `01_one-0000000a` shows."),
-        ("docs/deep/log.md", "in runs/2026-11-01/01_one-0000000a/verdicts.json"),
-        ("docs/log.md", "the run …-0000000a; later"),
-        ("figures/memory.svg", "<desc>run 01_one-0000000a</desc>"),
-        ("figures/01_one--a.json", '{"run": "2026-11-01/01_one-0000000a"}'),
-        ("notebooks/06.ipynb", '{"cells": ["01_one-0000000a"]}'),
-    ],
-)
-def test_what_a_document_or_figure_names_stays_and_what_is_only_like_it_does_not(place, file, text):
-    store_run("01_one-0000000a", days=40)
-    store_run("01_one-0000000a-2", days=39)
-    store_run("01_one-000000ab", days=38)
-    (place / file).parent.mkdir(parents=True, exist_ok=True)
-    (place / file).write_text(text)
-    assert kept() == {"01_one-0000000a": f"{file} names it"}
-    assert chosen(older_s=DAY_S) == ["01_one-0000000a-2", "01_one-000000ab"]
-
-
-@pytest.mark.processes
-def test_a_run_of_a_given_name_is_cited_with_its_day_alone(place):
-    store_run("r", days=40)
-    (place / "README.md").write_text("r is a letter")
-    assert kept() == {}
-    (place / "README.md").write_text("see runs/2026-11-01/r/report.html")
-    assert kept() == {"r": "README.md names it"}
-
-
-@pytest.mark.processes
-def test_what_git_tracks_stays_and_what_a_tracked_run_names(place):
-    committed = store_run("01_one-00000001", days=40)
-    store_run("01_one-00000002", days=40)
-    store_run("01_one-00000003", days=40)
+def test_what_git_tracks_stays_and_what_a_tracked_run_names_does_not(place, capsys):
+    committed, named = (store_run(f"01_one-0000000{n}", days=40) for n in (1, 2))
     (committed / "verdicts.json").write_text('[{"evidence": "runs/x/01_one-00000002"}]')
-    git = ["git", "-C", str(place)]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "add", str(committed)], check=True)
-    named = "runs/2026-11-01/01_one-00000001/verdicts.json names it"
-    assert kept() == {"01_one-00000001": "git tracks it", "01_one-00000002": named}
+    track(committed / "verdicts.json")
+    assert old() == [named.name]
+    told = nsa(capsys, "rm", committed.name, named.name, code=2).err
+    assert f"{committed}: git tracks it; git rm -r removes it" in told.replace(str(place) + "/", "")
+    assert named.name not in told and committed.is_dir() and named.is_dir()
+    nsa(capsys, "runs", "--prune", "--older", "1h", "--yes")
+    assert committed.is_dir() and not named.exists()
 
 
 @pytest.mark.processes
-def test_what_a_batch_that_goes_on_has_run_stays_until_its_driver_ends(place, capsys):
-    store_run("01_one-00000001", days=40)
-    jobs, manifest = [{"run": "2026-11-01/01_one-00000001"}], place / "runs/batches/all"
-    manifest.mkdir(parents=True)
-    write_json(manifest / "manifest.json", {"driver": alive(), "jobs": jobs})
-    assert kept() == {"01_one-00000001": "runs/batches/all/manifest.json names it"}
-    assert "no run" in nsa(capsys, "rm", str(manifest), code=2).err and manifest.is_dir()
-    gone = alive() | {"pid_started": 1}
-    write_json(manifest / "manifest.json", {"driver": gone, "jobs": jobs})
-    assert kept() == {}
+def test_nothing_goes_where_git_does_not_say_what_it_tracks(place, capsys):
+    run = store_run("01_one-00000001", days=40)
+    (place / ".git").write_text("gitdir: nowhere")
+    for words in (["rm", "latest"], ["runs", "--prune", "--older", "1h", "--yes"]):
+        assert "git does not say what it tracks" in nsa(capsys, *words, code=2).err
+    assert run.is_dir()
 
 
 @pytest.mark.processes
 def test_pruning_names_runs_and_removes_none_until_it_is_told_to(place, capsys):
-    old, cited = store_run("01_one-00000001", days=40), store_run("01_one-00000002", days=40)
-    (place / "README.md").write_text("01_one-00000002")
-    words = ["runs", "--prune", "--older", "30d", "--status", "ok"]
+    gone, young = store_run("01_one-00000001", days=40), store_run("01_one-00000002", days=2)
+    words = ["runs", "--prune", "--older", "30d"]
     told = nsa(capsys, *words)
     assert "01_one-00000001" in told.out and "01_one-00000002" not in told.out
-    assert "1 of 2 runs may go" in told.err and "nothing was removed" in told.err
-    assert old.is_dir()
+    assert "1 runs may go; what git tracks stays" in told.err and "nothing was removed" in told.err
+    assert gone.is_dir()
     (row,) = json.loads(nsa(capsys, *words, "--json").out)
     assert row["run"].endswith("01_one-00000001") and row["age_days"] == pytest.approx(40, abs=0.1)
     assert "removed runs/2026-11-01/01_one-00000001" in nsa(capsys, *words, "--yes").out
-    assert not old.exists() and cited.is_dir()
+    assert not gone.exists() and young.is_dir()
 
 
 @pytest.mark.processes
@@ -170,22 +124,17 @@ def test_a_run_is_removed_with_its_empty_day_and_is_never_half_there(place, caps
         patched.setattr(retention.shutil, "rmtree", cut_off)
         assert cli.main(["rm", "latest"]) == 1
     assert open_store("runs").folders() == [] and len(retention.leftovers("runs")) == 1
-    store_run("01_one-00000003", "failed", day="2026-10-02")
-    nsa(capsys, "runs", "--prune", "--status", "failed", "--yes")
+    store_run("01_one-00000003", "failed", day="2026-10-02", days=1)
+    nsa(capsys, "runs", "--prune", "--older", "1h", "--yes")
     assert list((place / "runs").iterdir()) == []
 
 
 @pytest.mark.processes
-def test_rm_refuses_all_where_one_must_stay_and_takes_what_is_cited_when_told_to(place, capsys):
-    free, cited = store_run("01_one-00000001"), store_run("01_one-00000002")
-    runs = store_run("01_one-00000003", "running", **alive())
+def test_rm_removes_what_git_does_not_track_also_where_a_document_names_it(place, capsys):
+    free = [store_run("01_one-00000001"), store_run("01_one-00000002", "failed")]
     (place / "README.md").write_text("01_one-00000002")
-    told = nsa(capsys, "rm", "01_one-00000001", "01_one-00000002", code=2).err
-    assert "README.md names it; --cited removes it all the same" in told
-    assert "it runs; end it first" in nsa(capsys, "rm", "01_one-00000003", "--cited", code=2).err
-    assert free.is_dir() and cited.is_dir() and runs.is_dir()
-    nsa(capsys, "rm", "01_one-00000001", "01_one-00000002", "--cited")
-    assert not free.exists() and not cited.exists()
+    nsa(capsys, "rm", *(folder.name for folder in free))
+    assert not any(folder.exists() for folder in free)
 
 
 @pytest.mark.processes
@@ -215,38 +164,18 @@ def test_a_link_is_not_followed(place, capsys):
     ("words", "message"),
     [
         (["--prune"], "needs to know what may go: --older 30d"),
-        (["--older", "3d"], "--older is a rule of --prune; nsa runs --prune --older"),
-        (["--yes"], "--yes is a rule of --prune"),
-        (["--prune", "--status", "faild"], "status='faild' is unknown; the nearest is 'failed'"),
-        (["--prune", "--status", "running"], "status='running' is unknown"),
+        (["--older", "3d"], "--older belongs to --prune; write nsa runs --prune --older"),
+        (["--yes"], "--yes belongs to --prune"),
     ],
 )
-def test_rules_that_are_none_are_refused(place, capsys, words, message):
+def test_options_of_pruning_that_miss_their_other_half_are_refused(place, capsys, words, message):
     assert message in nsa(capsys, "runs", *words, code=2).err
 
 
-@pytest.mark.parametrize("words", [["--older", "30"], ["--larger", "big"], ["--down-to=-3G"]])
-def test_an_age_or_size_without_sense_is_refused(place, capsys, words):
+def test_ages_have_units(place, capsys):
+    from nsa.cli.retention import age
+
+    assert [age(x) for x in ("12h", "30d", "2w")] == [12 * 3600, 30 * DAY_S, 14 * DAY_S]
     with pytest.raises(SystemExit):
-        cli.main(["runs", "--prune", *words])
-    assert "write " in capsys.readouterr().err
-
-
-def test_sizes_and_ages_have_units():
-    from nsa.cli import retention as command
-
-    assert [command.size(x) for x in ("500", "2k", "1.5M", "1GiB", "1 gb")] == [
-        500,
-        2048,
-        1.5 * 2**20,
-        2**30,
-        2**30,
-    ]
-    assert [command.age(x) for x in ("12h", "30d", "2w")] == [12 * 3600, 30 * DAY_S, 14 * DAY_S]
-    assert [command._size(x) for x in (5, 999, 1500, 3 * 2**20, 50 * 2**30)] == [
-        "5 B",
-        "999 B",
-        "1.46 KiB",
-        "3 MiB",
-        "50 GiB",
-    ]
+        cli.main(["runs", "--prune", "--older", "30"])
+    assert "write 12h, 30d or 8w" in capsys.readouterr().err

@@ -390,26 +390,6 @@ def test_a_cpu_gets_one_thread_a_child_and_a_note_that_times_mean_nothing():
     assert (gpu.on_cpu, gpu.threads, gpu.note) == (False, None, "a name")
 
 
-@pytest.mark.processes
-def test_a_run_is_judged_again_in_the_same_words_alone(run):
-    run.judge(
-        [Claim("8k in 2.3 ms (aim 2.2)", "FAIL", {"ms": 2.3}), Claim("it ran", "PASS", {})],
-        must_hold=False,
-    )
-    now = [Claim("8k in 2.3 ms (aim 2.2)", "AIM MISSED", {}), Claim("it ran, twice", "FAIL", {})]
-    (changed,) = run.judge_again(now)
-    first, second = run.verdicts()
-    assert changed == first and (first["verdict"], first["was"]) == ("AIM MISSED", "FAIL")
-    assert first["evidence"] == {"ms": 2.3} and first["judged_again"].keys() == {"commit", "date"}
-    assert second["verdict"] == "PASS" and "was" not in second
-    assert run.judge_again(now) == []
-    lacking = [Claim("it ran", "PASS", {}).over(["T 8192"])]
-    (changed,) = run.judge_again(lacking)
-    assert changed["claim"] == "it ran; not measured: T 8192" and changed["was"] == "PASS"
-    assert changed["evidence"] == {"found": {}, "not measured": ["T 8192"]}
-    assert run.judge_again(lacking) == []
-
-
 def test_a_claim_that_lacks_points_names_them_and_does_not_pass():
     points = [f"T {2**i}" for i in range(12, 18)]
     lacking = Claim("it is fast", "PASS", {"ms": 1}).over(points)
@@ -434,13 +414,3 @@ def test_points_without_a_value_or_a_row_are_named_but_for_those_that_answered()
     assert metrics.unmeasured(rows, ["at"], of={"name": ["b", "d"]}) == ["2, b"]
     assert metrics.unmeasured(rows, ["at", "name"]) == ["2, a"]  # what was planned is not known
     assert metrics.unmeasured(rows[rows["name"] == "c"], ["at"], ["name"]) == []
-
-
-@pytest.mark.processes
-def test_a_sentence_with_its_verdict_in_it_is_known_by_its_key_and_keeps_what_it_said(run):
-    run.judge([Claim("it ran", "PASS", {})], must_hold=False)
-    by_row = [Claim("it stood", "INCONCLUSIVE", {"why": 1})]
-    (changed,) = run.judge_again(by_row, key=lambda text: text.split()[0])
-    (found,) = run.verdicts()
-    assert changed == found and (found["said"], found["was"]) == ("it ran", "PASS")
-    assert (found["claim"], found["evidence"]) == ("it stood", {"why": 1})

@@ -11,21 +11,12 @@ from nsa.workbook.looks import GREY, RED
 
 
 def matrices(rows: Sequence[Judged]):
-    """What ran against what it was called, in a red frame where it should not be.
-
-    Beside it, of the programs among them, what the first edition of the rules called them.
-    """
-    shown = {"As it is called now (trials)": rows}
-    if earlier := table.before(rows):
-        shown = {"Programs under the rules of before (forms)": earlier, **shown}
-    counts = {title: table.confusion(mine) for title, mine in shown.items()}
-    if all(one.empty for one in counts.values()):
+    """Plot what ran against what it was called, in a red frame where it should not be."""
+    counts = table.confusion(rows)
+    if counts.empty:
         return looks.nothing("nothing was run")
-    with looks.figure(len(shown), 0.42 * max(map(len, counts.values())) + 1.6) as (fig, panels):
-        for axes, (title, mine) in zip(panels, shown.items(), strict=True):
-            wrong = table.confusion([row for row in mine if row.missed])
-            _matrix(axes, counts[title], wrong)
-            looks.title(axes, title)
+    with looks.figure(1, 0.42 * len(counts) + 1.6) as (fig, (axes,)):
+        _matrix(axes, counts, table.confusion([row for row in rows if row.missed]))
     return fig
 
 

@@ -1,6 +1,5 @@
 """What a selfcheck ran and what it found, as tables."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,19 +113,6 @@ def aims(rows: Sequence[Judged]) -> pandas.DataFrame:
 
 def loads_of(rows: Iterable[Judged]) -> list[int]:
     return sorted({row.load for row in rows if not row.skipped})
-
-
-def before(rows: Iterable[Judged]) -> list[Judged]:
-    """The programs among them as the first edition of the rules called them, at load 1, once."""
-    file = Path(__file__).with_name("before.json")
-    called = json.loads(file.read_text(encoding="utf-8"))
-    known = {row.name: row for row in rows if not row.skipped and row.name in called}
-    again = {"reports": (), "load": 1, "round": 1}
-    return [
-        replace(row, found=kind, found_what=what, **again)
-        for name, row in known.items()
-        for kind, _, what in [called[name].partition(":")]
-    ]
 
 
 def accused(rows: Iterable[Judged]) -> pandas.DataFrame:

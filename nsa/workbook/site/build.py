@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.workbook import environment, store
+from nsa.workbook import age, environment, store
 from nsa.workbook.files import write_atomically
 from nsa.workbook.site import answers, data, pages
 
@@ -129,13 +129,14 @@ def _run(run: dict, folder: Path, source: Path, to: Path) -> bool:
 
 
 def _tables(runs: list[dict], docs: list[str], source: Path) -> None:
-    """The front page, the table of runs, the page of comparisons."""
+    """Write the front page, the tables of runs and of claims, the page of comparisons."""
     books: dict[str, list[dict]] = {}
     for run in runs:
         counts = Counter(v["verdict"] for v in run["verdicts"])
         words = [*store.VERDICTS, *sorted(set(counts) - {*store.VERDICTS})]
         run["counts"] = {word: counts[word] for word in words if counts[word]}
         run["order"] = words.index(run["verdict"]) if run["verdict"] in words else len(words)
+        run["age"] = _aged(run)
         books.setdefault(run["notebook"], []).append(run)
     books = dict(sorted(books.items()))
     for same in books.values():
@@ -146,10 +147,20 @@ def _tables(runs: list[dict], docs: list[str], source: Path) -> None:
         "GPU": sorted({device for run in runs for device in run["device"]}),
     }
     values = {"runs": runs, "books": books, "choices": choices, "docs": docs}
+    values["words"] = age.WORDS
     for ask in (answers.speed, answers.training, answers.memory, answers.hung):
         values[ask.__name__] = ask(runs)
-    for name in ("index", "runs", "compare"):
+    for name in ("index", "runs", "claims", "compare"):
         _write(source / f"{name}.md", pages.html(f"{name}.md.j2", **values))
+
+
+def _aged(run: dict) -> str:
+    """Changes since a run's commit; NSA_COMMIT's if set, as `StoredRun.commit` takes it."""
+    told = run["facts"].get("NSA_COMMIT") or run["commit"].partition("+")[0]
+    since = age.since(str(told))
+    if not since.known:
+        return "unknown"
+    return f"{since.commits} commits, +{since.added:,} -{since.removed:,} lines"
 
 
 def _set_apart(runs: list[dict]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from nsa.workbook import environment, metrics, parameters, record, store
 from nsa.workbook.files import plain, read_json, write_atomically
 
-READ = ("record.json", "metrics.csv", "verdicts.json", "environment.json", "parameters.yaml")
+READ = ("record.json", "metrics.csv", "verdicts.json", "environment.json", "parameters.yaml",
+        "notes.txt")  # fmt: skip
 COLUMNS = ("operation", "backend", "mode", "metric", "unit", "x_name", "device")
 NUMBERS = metrics.NUMBERS
 # What a row's config says of how it went, not of what was measured.
@@ -104,6 +105,7 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
         "message": about.get("message") or "",
         "verdict": store.overall(verdicts),
         "verdicts": [{k: str(v.get(k, "")) for k in ("verdict", "claim")} for v in verdicts],
+        "notes": of("notes.txt", lambda path: path.read_text(encoding="utf-8"), "").splitlines(),
         "device": sorted(set(table["device"]) - {""}) or sorted({g["name"] for g in gpus}),
         "commit": commit,
         "parameters": given,

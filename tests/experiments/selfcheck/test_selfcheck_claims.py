@@ -64,13 +64,6 @@ def test_an_aim_must_be_met_at_each_load_and_a_busy_machine_has_more_time():
     assert worse.loc[within.name, "load 24"] == "0 of 20, missed"
 
 
-def test_programs_are_shown_beside_what_they_were_called_before():
-    rows = [hang(), hang(load=24), well("building_tables 0"), row(), skipped()]
-    found = table.before(rows)
-    assert [one.name for one in found] == ["lock_taken_twice 0", "building_tables 0"]
-    assert [one.found for one in found] == ["HANG", "HANG"] and found[1].missed
-
-
 def test_what_was_called_of_healthy_ones_is_told_with_its_end():
     shown = table.accused([well(stalled=True), well("other 0"), hang()])
     assert shown.index.tolist() == ["shell_command 0"]

@@ -150,7 +150,7 @@ def foreign(page):
     return [url for url in page.asked if not url.startswith(("file:", "data:", "blob:"))]
 
 
-PAGES = ("index.html", "runs.html", "compare.html", "search.html", "genindex.html")
+PAGES = ("index.html", "runs.html", "claims.html", "compare.html", "search.html", "genindex.html")
 RUN = "runs/2026-11-22/02_speed-22222222.html"
 GREEDY = "runs/2026-11-24/05_greedy-44444444.html"
 COMPARED = "compare.html#runs=2026-11-21/02_speed-11111111,{}"
@@ -261,7 +261,7 @@ def test_what_cannot_be_compared_says_why(visit):
 COMPARISON = COMPARED.format("2026-11-22/02_speed-22222222")
 
 
-@pytest.mark.parametrize("path", [*PAGES[:3], RUN, GREEDY, COMPARISON])
+@pytest.mark.parametrize("path", [*PAGES[:4], RUN, GREEDY, COMPARISON])
 def test_a_phone_shows_a_page_without_scrolling_sideways(visit, path):
     page = visit(path, width=390)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -280,7 +280,7 @@ def test_text_stands_out_from_its_page(visit, path, scheme):
 
 
 def test_every_picture_has_words(visit):
-    for path in (*PAGES[:3], RUN, GREEDY, COMPARISON):
+    for path in (*PAGES[:4], RUN, GREEDY, COMPARISON):
         page = visit(path)
         for image in page.locator("article img").all():
             assert image.get_attribute("alt")

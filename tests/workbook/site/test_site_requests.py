@@ -1,11 +1,13 @@
 import fcntl
 import importlib.util
+import re
 import subprocess
 
 import pytest
+import stored_runs
 
 from nsa.cli.main import main
-from nsa.workbook.site import build
+from nsa.workbook.site import build, data
 
 
 @pytest.fixture
@@ -73,3 +75,31 @@ def test_runs_of_one_notebook_are_told_apart_by_what_others_have_not():
     runs = [{"parameters": {"tokens": t, "seed": 1, "names": ["a"]}} for t in (1, 1, 2)]
     build._set_apart(runs)
     assert [run["apart"] for run in runs] == ["", "", "tokens 2"]
+
+
+@pytest.mark.processes
+def test_each_claim_stands_with_its_device_commit_and_age_and_replaces_none(tmp_path):
+    root, claim = tmp_path / "runs", "it is fast: <9> s"
+    for day, gpu, verdict in (("01", "NVIDIA H200", "FAIL"), ("02", "NVIDIA H200", "PASS"),
+                              ("03", "NVIDIA H100", "PASS")):  # fmt: skip
+        stored_runs.store_run(
+            root, "01_tiny", [(verdict, claim)], gpu=gpu, started=f"2026-11-{day}"
+        )
+    (folder,) = root.glob("2026-11-01/*")
+    (folder / "notes.txt").write_text("its host was slow\n")
+    lost = stored_runs.store_run(
+        root, "02_lost", started="2026-11-04", status="killed", message="SIGTERM"
+    )
+    (lost / "environment.json").unlink()
+    runs = [data.collect(one, root, tmp_path / "cache") for one in sorted(root.glob("*/*"))]
+    build._tables(runs[::-1], [], tmp_path)
+    text = (tmp_path / "claims.md").read_text()
+    told = re.findall(r'data-label="(?:verdict|device|commit|age)">(?:<.+?>)?([^<]+)', text)
+    rows = [tuple(told[i : i + 4]) for i in range(0, len(told), 4)]
+    assert [row[:3] for row in rows[:3]] == [
+        ("PASS", "NVIDIA H100", "c" * 12), ("PASS", "NVIDIA H200", "c" * 12),
+        ("FAIL", "NVIDIA H200", "c" * 12)]  # fmt: skip
+    assert {row[3] for row in rows} == {"unknown"}  # git has no such commit
+    assert text.count("it is fast: &lt;9&gt; s") == 3 and text.count("its host was slow") == 1
+    assert text.index("## 01_tiny") < text.index("## 02_lost") < text.index("SIGTERM")
+    assert text.count("/verdicts.json") == 3 and "It makes no claim." in text
