@@ -6,7 +6,7 @@ Covers whatever `compiled.reach` launches, and fails for a kernel that it does n
 from functools import cache
 
 import pytest
-from compiled import apart, crossed
+from compiled import apart, crossed, dropped
 from processes import told_by
 
 MAIN = 90, "main", "dense"
@@ -78,8 +78,29 @@ def test_an_address_made_of_one_register_twice_is_found():
 @pytest.mark.full
 def test_one_token_and_odd_rows_make_no_address_of_one_register_twice():
     found = compiled(90, "thin", "odd")["compiled"]
-    wrong = [x for x in found if x["crossed"]]
+    wrong = [x for x in found if x["crossed"] or x["dropped"]]
     assert found and not wrong, said(wrong)
+
+
+# Machine code of two products of which one was left out: its place is taken by an empty one.
+LEFT_OUT = """\
+  HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0 ;
+  HGMMA.64x8x16.F32.BF16 R76, R92, gdesc[UR4], RZ, !UPT ;
+"""
+
+
+def test_a_product_that_is_left_out_is_counted():
+    ptx = "wgmma.mma_async.sync.aligned.m64n64k16\nwgmma.mma_async.sync.aligned.m64n8k16\n"
+    assert dropped(ptx, LEFT_OUT) == 1
+    assert dropped(ptx, LEFT_OUT.replace("RZ, gdesc[URZ]", "R24, R92, gdesc[UR52]")) == 0
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize("shape", ["narrow", "main"])
+def test_no_product_with_one_key_is_left_out(shape):
+    found = compiled(90, shape, "one-key")["compiled"]
+    assert len(found) == 1 and not found[0]["dropped"], said(found)
 
 
 def said(found: list[dict]) -> str:

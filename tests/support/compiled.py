@@ -110,6 +110,23 @@ def reach_warps(name: str, sinks: bool) -> None:
     ops.attend_backward(o, *given, blocks, None, o, *kept, *where[1:], True)
 
 
+def reach_one_key(name: str) -> None:
+    """Launches dq of one compressed block and a sink by specialized warps, which makes delta too."""
+    from nsa.blocks import compressed_span
+    from nsa.kernels.hopper import launches
+    from nsa.kernels.span_bwd import span_dq
+    from nsa.kernels.sequences import Axis
+
+    launches.compiles_for = lambda x: True
+    dim, _, dtype, _ = SHAPES[name]
+    span = compressed_span(NSAConfig())
+    q, gates = (torch.zeros(span.length, 2, width, dtype=dtype) for width in (dim, 3))
+    k, rows = q[:1], torch.zeros(2, span.length)
+    along = span, Axis(1, span.length), Axis(1, 1), dim**-0.5
+    kept, dgates = rows.clone(), gates.float()
+    span_dq(q, k, k, q, rows, gates, 0, *along, specialized=True, kept=kept, dgates=dgates)
+
+
 def reach(name: str, tokens: int, packed: bool, late: bool = False, sinks: bool = False) -> None:
     """Launches every kernel that a forward and a backward of the shape need.
 
@@ -243,6 +260,15 @@ def crossed(sass: str) -> list[str]:
     return found
 
 
+def dropped(ptx: str, sass: str) -> int:
+    """Products of warpgroups in the PTX that the machine code lacks.
+
+    ptxas leaves those out whose sums, of a loop unrolled to one step, are first of all negated.
+    """
+    made = re.findall(r"HGMMA\.\S+ (?!RZ, gdesc\[URZ\])", sass)
+    return ptx.count("wgmma.mma_async.") - len(made)
+
+
 def facts(name: str, kernel, read: bool) -> dict:
     """What one binary takes: bytes of shared memory, registers of a thread, bytes of them spilled.
 
@@ -267,6 +293,7 @@ def facts(name: str, kernel, read: bool) -> dict:
         "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
         "apart": apart(kernel.asm["ttgir"]),
         "crossed": crossed(sass),
+        "dropped": dropped(kernel.asm["ptx"], sass) if read else 0,
         "serialized": "ttir" not in kernel.asm and serialized(kernel.asm["ptx"]),
     }
 
@@ -276,7 +303,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     binaries = record(int(target))
     sinks = kind.endswith("sinks")
-    if kind.startswith("warps"):
+    if kind == "one-key":
+        reach_one_key(shape)
+    elif kind.startswith("warps"):
         reach_warps(shape, sinks)
     else:
         for tokens in (1, 70) if kind == "odd" else TOKENS:
@@ -285,5 +314,5 @@ if __name__ == "__main__":
         reach_decode(shape, TOKENS[-1], int(target), sinks=sinks)
     if (shape, kind) == ("main", "dense"):
         reach_decode("six", 2944, int(target), FEW)
-    compiled = [facts(*found, kind == "odd") for found in binaries.values()]
+    compiled = [facts(*found, kind in ("odd", "one-key")) for found in binaries.values()]
     print(json.dumps({"compiled": compiled, "kernels": kernels()}))

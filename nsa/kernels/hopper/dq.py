@@ -167,8 +167,8 @@ def _sum_queries(
                 share = gl.load(kept + at_row, mask=t < tokens, other=0.0)
                 rounded = gl.convert_layout(rounded, by_row) * share - shift * (1.0 - share)
                 shift = shift * share
-            rounded = gl.convert_layout(rounded, by_sum)
-            acc -= rounded[:, None] * plain
+            rounded = gl.convert_layout(-rounded, by_sum)
+            acc += rounded[:, None] * plain
             # Probabilities add up to 1, or to their share.
             delta_rows = delta_sums + shift
             gl.store(delta + at_row, delta_rows, mask=t < tokens)
