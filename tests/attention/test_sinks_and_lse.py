@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accuracy import assert_as_accurate
+from accuracy import assert_as_accurate, assert_same
 from backend_calls import DEVICE, DOUBLE, NAMES, WITH_GRADIENT, attend, check, takes
 from cases import CASES, EVEN, ODD, SMALL, TINY, Case, draw
 
@@ -126,7 +126,7 @@ def later(names):
 @pytest.mark.parametrize("number", [0, 4, 5, 12])
 @pytest.mark.parametrize("backend", later(NAMES))
 def test_the_lse_of_each_branch_is_that_of_its_keys_whatever_the_sinks(backend, number):
-    exact_inputs = draw(SUNK[number])
+    exact_inputs = draw(SUNK[number], device=DEVICE)
     args, options = exact_inputs.arguments()
     exact = nsa(*args, **options)
     drawn = exact_inputs.to(torch.float32)
@@ -134,7 +134,7 @@ def test_the_lse_of_each_branch_is_that_of_its_keys_whatever_the_sinks(backend, 
     args, options = drawn.arguments()
     plain = nsa(*args, **options).lse
     o, lse, combined = attend(drawn, backend, return_lse=True)
-    assert torch.equal(o, attend(drawn, backend))
+    assert_same(o, attend(drawn, backend))
     assert lse.dtype == combined.dtype == torch.float32
     assert lse.shape == (*o.shape[:3], 3) and combined.shape == o.shape[:3]
     for index, branch in enumerate(BRANCHES):
@@ -146,7 +146,7 @@ def test_the_lse_of_each_branch_is_that_of_its_keys_whatever_the_sinks(backend, 
     torch.testing.assert_close(combined.double(), summed, rtol=1e-5, atol=1e-5)
     without = drawn.arguments()[1] | {"sinks": None}
     _, same, _ = nsa_attention(*args, **without, return_lse=True, backend=backend)
-    assert torch.equal(same, lse)
+    assert_same(same, lse)
 
 
 @pytest.mark.parametrize("backend", later(WITH_GRADIENT))
@@ -156,11 +156,12 @@ def test_asking_for_lse_changes_no_bit_and_gives_it_no_gradient(backend):
     plain = attend(drawn, backend)
     o, lse, combined = attend(drawn, backend, return_lse=True)
     leaves, do = list(drawn.leaves.values()), torch.randn_like(o)
-    assert torch.equal(o, plain)
+    assert_same(o, plain)
     assert not lse.requires_grad and not combined.requires_grad
     grads = (torch.autograd.grad(x, leaves, do, allow_unused=True) for x in (o, plain))
     for got, want in zip(*grads, strict=True):
-        assert (got is want is None) or torch.equal(got, want)
+        if got is not want:
+            assert_same(got, want)
 
 
 @pytest.mark.parametrize("backend", later(NAMES))

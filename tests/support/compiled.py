@@ -111,11 +111,11 @@ def reach_warps(name: str, sinks: bool) -> None:
 
 
 def reach_one_key(name: str) -> None:
-    """Launches dq of one compressed block and a sink by specialized warps, which makes delta too."""
+    """Launches dq of one compressed block and a sink by specialized warps, and makes delta."""
     from nsa.blocks import compressed_span
     from nsa.kernels.hopper import launches
-    from nsa.kernels.span_bwd import span_dq
     from nsa.kernels.sequences import Axis
+    from nsa.kernels.span_bwd import span_dq
 
     launches.compiles_for = lambda x: True
     dim, _, dtype, _ = SHAPES[name]
