@@ -285,10 +285,10 @@ def test_a_model_over_two_gpus_says_what_it_says_on_one(tmp_path):
     place |= {"model.norm": 1, "lm_head": 1}
     two = AutoModelForCausalLM.from_pretrained(folder, device_map=place)
     one = AutoModelForCausalLM.from_pretrained(folder).to("cuda:0")
-    assert torch.equal(two(ids, use_cache=False).logits.cpu(), one(ids).logits.cpu())
+    assert torch.equal(two(ids, use_cache=False).logits.cpu(), one(ids.cuda()).logits.cpu())
     plain = {"max_new_tokens": 3, "do_sample": False}
-    found = two.generate(ids, use_cache=False, **plain)
-    assert torch.equal(found.cpu(), one.generate(ids.cuda(), **plain).cpu())
+    found = two.generate(ids.cuda(), use_cache=False, **plain)
+    assert torch.equal(found, one.generate(ids.cuda(), **plain))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per:UserWarning")
