@@ -136,15 +136,14 @@ def attach(arguments) -> int:
     of it. Exit code 0 if nothing stands still, 1 if something does, 2 for bad input."""
     from whyhung.process.attaching import attach as look
     from whyhung.process.reports import Reports
-    from whyhung.verdict.explain import page
 
     evidence, verdict = look(
         arguments.pid, all_ranks=arguments.all_ranks, seconds=arguments.seconds
     )
-    print(page(evidence, verdict, markdown=arguments.markdown), end="")
+    code = _show(evidence, verdict, arguments.markdown)
     if arguments.folder:
         Reports(Path(arguments.folder), arguments.called).write(evidence, verdict)
-    return FAILED if verdict.kind in ("STALLED", "HANG") else GOOD
+    return code
 
 
 def dumps(arguments) -> int:
@@ -173,7 +172,6 @@ def explain(arguments) -> int:
     """Judge the evidence in a folder by today's rules, and print the page. Exit code 1 if something
     stood still, 2 if nothing can be read."""
     from whyhung.verdict import judge
-    from whyhung.verdict.explain import page
     from whyhung.watch.evidence import Evidence
 
     file = Path(arguments.folder, "evidence.json")
@@ -181,6 +179,13 @@ def explain(arguments) -> int:
         evidence = Evidence.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} holds no evidence: {error}") from None
-    verdict = judge(evidence)
-    print(page(evidence, verdict, markdown=arguments.markdown), end="")
-    return FAILED if verdict.kind in ("STALLED", "HANG") else GOOD
+    return _show(evidence, judge(evidence), arguments.markdown)
+
+
+def _show(evidence, verdict, markdown: bool) -> int:
+    """Print the page of a verdict; its exit code."""
+    from whyhung.process.told import ACCUSES
+    from whyhung.verdict.explain import page
+
+    print(page(evidence, verdict, markdown=markdown), end="")
+    return FAILED if verdict.kind in ACCUSES else GOOD

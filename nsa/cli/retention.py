@@ -39,7 +39,7 @@ def add(commands) -> None:
 
 
 def asked(arguments) -> bool:
-    """Whether --prune was given. ValueError for its options without it, and for it without age."""
+    """True if --prune was given. ValueError for its options without it, and for it without age."""
     given = [name for name in ("older", "yes") if getattr(arguments, name)]
     if given and not arguments.prune:
         raise ValueError(f"--{given[0]} belongs to --prune; write nsa runs --prune --older 30d")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ def write_atomically(path: str | Path, content: str | bytes) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def tracked_files(root: str | Path, *patterns: str) -> list[str]:
+    """Paths of the files below `root` that git tracks, relative to it; of `patterns` where given.
+
+    Raises OSError or subprocess.CalledProcessError where git cannot list them.
+    """
+    command = ["git", "-C", str(root), "ls-files", "-z", *patterns]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if name]
 
 
 def write_json(path: str | Path, content: Any) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa.workbook import age, metrics, parameters, store
 from nsa.workbook.claim import UNDECIDED, VERDICTS, Claim
-from nsa.workbook.files import read_json
+from nsa.workbook.files import read_json, tracked_files
 from nsa.workbook.record import load, status_now
 
 TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")  # an id as `nsa explain` takes it
@@ -184,15 +184,14 @@ def open_stored(root: str | Path = "runs") -> Stored:
 
 def committed(root: str | Path = "runs") -> list[Path]:
     """The run folders below `root` that git tracks. ValueError where there is no checkout."""
-    command = ["git", "-C", str(root), "ls-files", "-z", "*/record.json"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        listed = tracked_files(root, "*/record.json")
     except (OSError, subprocess.CalledProcessError):
         raise ValueError(
             f"{root} lies in no git checkout, so nothing of it is committed; "
             "without --committed all runs below it are taken"
         ) from None
-    return [Path(root, name).parent for name in listed.split("\0") if name]
+    return [Path(root, name).parent for name in listed]
 
 
 def _refuted(folder: Path, record: dict[str, Any]) -> bool:

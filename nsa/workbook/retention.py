@@ -6,6 +6,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from nsa.workbook.files import tracked_files
 from nsa.workbook.record import load, status_now
 from nsa.workbook.store import Store
 
@@ -18,13 +19,12 @@ def tracked(root: str | Path) -> set[Path]:
     root = Path(root).resolve()
     if not any((place / ".git").exists() for place in (root, *root.parents)):
         return set()
-    command = ["git", "-C", str(root), "ls-files", "-z"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        listed = tracked_files(root)
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", "") or error
         raise ValueError(f"git does not say what it tracks below {root}: {said}") from None
-    parts = [Path(name).parts for name in listed.split("\0")]
+    parts = [Path(name).parts for name in listed]
     return {root.joinpath(*place[:2]) for place in parts if len(place) > 2}
 
 

@@ -1,4 +1,4 @@
-"""How long work may take until it is looked at, and progress may rest until it counts as frozen."""
+"""Deadlines of work, and bounds on how long progress may rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GAPS = 10.0
 
 
 def soft_deadline(predicted_s: float, factor: float = 1.0) -> float:
-    """When work counts as late: 3 x prediction x by how much observers slow it.
+    """Seconds after which work is late: 3 x prediction x by how much observers slow it.
 
     ValueError for what is not positive, and for a factor below 1: no observer makes a step faster.
     """
@@ -33,7 +33,7 @@ def longest_gap(ticks: Iterable[tuple[float, Any]]) -> float:
 
 
 def stall_bound(longest_gap_s: float) -> float:
-    """How long progress may rest before it counts as frozen: max(5 s, 10 x the longest gap)."""
+    """Seconds of rest after which progress counts as frozen: max(5 s, 10 x the longest gap)."""
     if not longest_gap_s >= 0:
         raise ValueError(f"longest_gap_s={longest_gap_s} must not be negative")
     return max(LEAST_STALL_S, GAPS * longest_gap_s)

@@ -60,7 +60,7 @@ def test_the_cost_of_counting_is_a_ratio_of_one_process():
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_real_backward_has_its_end_foretold():
-    """How well is no matter of a busy machine: see tests/whyhung/watch/test_progress.py."""
+    """Accuracy is not checked on a busy machine: see tests/whyhung/watch/test_progress.py."""
     settings = SETTINGS | {"backend": "sequential", "tokens": 128}
     ended = end_of_a_backward(settings, steps=3)
     assert ended.status == "ok", ended.message
