@@ -5,8 +5,8 @@ import triton.language as tl
 
 from nsa.kernels.common import padded
 from nsa.kernels.decode_common import release, rounded_up, step_of, tiles_of, wait
+from nsa.kernels.ranking import ILLEGAL, NONE, candidates, indices
 from nsa.kernels.span_common import seen_end
-from nsa.kernels.topk import ILLEGAL, NONE, candidates, indices
 
 
 @triton.jit

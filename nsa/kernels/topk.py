@@ -1,8 +1,6 @@
 """Scores and top n in one kernel: importance is pooled and ranked, T x NB is never written.
 
 Nothing of size T x C or T x NB exists outside registers.
-
-A candidate is one integer, (importance, index): a lower index wins a tie, and one word moves.
 """
 
 import torch
@@ -24,13 +22,10 @@ from nsa.kernels.common import (
 )
 from nsa.kernels.hopper import launches
 from nsa.kernels.launch import launch
+from nsa.kernels.ranking import ILLEGAL, NONE, candidates, indices, merge
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.span_common import descriptors_fit, load_tile, operand, seen_end
 from nsa.kernels.tiles import Tile, architecture
-
-ILLEGAL = tl.constexpr(-(2**31) + 1)  # below every candidate
-FORCED = tl.constexpr(2**31 - 1)  # above the bits of every float
-NONE = tl.constexpr(2**31 - 1)  # sorts behind every index
 
 
 @triton.jit
@@ -65,46 +60,6 @@ def band(keys, blocks, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexp
     low = tl.maximum(key, start)
     high = tl.minimum(key + PER_COMPRESSED, start + PER_SELECTABLE)
     return tl.maximum(high - low, 0).to(tl.float32)
-
-
-@triton.jit
-def candidates(importance, j, own, index_mask, WIDE: tl.constexpr, CONFIG: tl.constexpr):
-    """(importance, index) of the blocks j [1, BLOCKS], as one integer each [M, BLOCKS].
-
-    From the top: forced, by importance, NaN, illegal; a lower index first.
-    """
-    own = own[:, None]
-    forced = (j < CONFIG.select_initial) | (j > own - CONFIG.select_local)
-    bits = tl.where(forced, FORCED, tl.cast(importance, tl.int32, bitcast=True))
-    high = bits.to(tl.int64) << 32 if WIDE else bits & ~index_mask
-    key = high | (index_mask - j)
-    key = tl.where((importance == importance) | forced, key, ~j)
-    return tl.where(j <= own, key, ILLEGAL)
-
-
-@triton.jit
-def merge(best, found, SLOTS: tl.constexpr):
-    """The largest SLOTS, ascending, of best [M, SLOTS], ascending, and found [M, BLOCKS].
-
-    Later tiles beat few of the best: taking those out one by one costs less than sorting all.
-    """
-    beats = found > tl.min(best, 1)[:, None]
-    rounds = tl.minimum(tl.max(tl.sum(beats.to(tl.int32), 1), 0), SLOTS)
-    slot = tl.arange(0, SLOTS)[None, :]
-    new = tl.full(best.shape, ILLEGAL, best.dtype)
-    for i in range(rounds):
-        top = tl.max(found, 1)[:, None]
-        new = tl.where(slot == i, top, new)
-        found = tl.where(found == top, ILLEGAL, found)
-    # One ascends and the other descends: the larger of each pair are the largest of all.
-    return tl.bitonic_merge(tl.maximum(best, new))
-
-
-@triton.jit
-def indices(keys, index_mask):
-    """The blocks' indices in keys; NONE for what is not legal."""
-    index = tl.where(keys < 0, ~keys, index_mask - (keys & index_mask)).to(tl.int32)
-    return tl.where(keys == ILLEGAL, NONE, index)
 
 
 @triton.jit

@@ -125,6 +125,12 @@ def test_links_lead_to_what_a_checkout_holds():
     assert lost == []
 
 
+def test_headlines_of_the_log_are_short():
+    lines = (ROOT / "docs" / "log.md").read_text().splitlines()
+    headlines = [line.partition(" · ")[2] for line in lines if line.startswith("## 20")]
+    assert headlines and [line for line in headlines if not 0 < len(line) <= 90] == []
+
+
 def test_ci_runs_what_the_readme_tells_in_its_order():
     made = re.findall(r"^make (.*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
     assert " ".join(made).split() == ["run", "lint", "test-all"]

@@ -238,7 +238,7 @@ MUTANTS = {
         ("selected", "triton"),
         ("blocks", "triton", 2048),
         "the initial blocks have to earn their place by importance",
-        "nsa/kernels/topk.py",
+        "nsa/kernels/ranking.py",
         "forced = (j < CONFIG.select_initial) | (j > own - CONFIG.select_local)",
         "forced = j > own - CONFIG.select_local",
         TOPK + "test_forced_blocks_and_legal_ones_hold_when_scores_are_not_finite",

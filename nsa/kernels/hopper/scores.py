@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.kernels.hopper.parts import let_by, ring, room
+from nsa.kernels.ranking import ILLEGAL, NONE, candidates, indices
 from nsa.kernels.span_common import seen_end
-from nsa.kernels.topk import ILLEGAL, NONE, candidates, indices
 
 STRIDES = gl.constexpr(4)  # of compression in a selectable block
 
