@@ -18,12 +18,7 @@ NOT_FOUND, NOT_ALLOWED = 127, 126  # as a shell has them
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; a wrong request prints one line to stderr."""
     top = argparse.ArgumentParser(prog="whyhung", description="Is it hung or slow, and who is why?")
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
-    add(commands)
-    made = command(commands, explain)
-    text = "with evidence.json, as watch and attach --folder leave it"
-    made.add_argument("folder", metavar="FOLDER", help=text)
-    made.add_argument("--markdown", action="store_true", help="as markdown, for a notebook")
+    add(top.add_subparsers(required=True, metavar="COMMAND"))
     arguments = top.parse_args(argv)
     try:
         code = arguments.command(arguments)
@@ -42,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add(commands) -> None:
-    """Parsers of watch, attach and dumps, for any program's sub-commands."""
+    """Add the commands' parsers."""
     made = command(commands, watch)
     option = made.add_argument
     option("line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="run as it is")
@@ -76,12 +71,17 @@ def add(commands) -> None:
     made.add_argument("folder", metavar="FOLDER", help=text)
     made.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
+    made = command(commands, explain)
+    text = "with evidence.json, as watch and attach --folder leave it"
+    made.add_argument("folder", metavar="FOLDER", help=text)
+    made.add_argument("--markdown", action="store_true", help="as markdown, for a notebook")
+
 
 def command(commands, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
     """A parser that calls the function of that name, whose docstring is the help."""
     text = " ".join((function.__doc__ or "").split())
     made = commands.add_parser(function.__name__, help=text, description=text)
-    made.set_defaults(command=function, called=made.prog)
+    made.set_defaults(command=function)
     return made
 
 
@@ -109,7 +109,6 @@ def watch(arguments) -> int:
     from whyhung.process.watching import watch as run
 
     line = arguments.line[1:] if arguments.line[:1] == ["--"] else arguments.line
-    program = arguments.called.partition(" ")[0]
     try:
         code = run(
             line,
@@ -120,13 +119,12 @@ def watch(arguments) -> int:
             on_hang=arguments.on_hang,
             stall_s=arguments.stall_s,
             limit_s=arguments.limit,
-            name=arguments.called,
         )
     except FileNotFoundError:
-        print(f"{program}: {line[0]}: command not found", file=sys.stderr)
+        print(f"whyhung: {line[0]}: command not found", file=sys.stderr)
         return NOT_FOUND
     except OSError as error:
-        print(f"{program}: {line[0]} cannot be run: {error.strerror}", file=sys.stderr)
+        print(f"whyhung: {line[0]} cannot be run: {error.strerror}", file=sys.stderr)
         return NOT_ALLOWED
     return as_it_ended(code)
 
@@ -142,7 +140,7 @@ def attach(arguments) -> int:
     )
     code = _show(evidence, verdict, arguments.markdown)
     if arguments.folder:
-        Reports(Path(arguments.folder), arguments.called).write(evidence, verdict)
+        Reports(Path(arguments.folder), "whyhung attach").write(evidence, verdict)
     return code
 
 

@@ -23,7 +23,6 @@ from nsa.cli import (
     trials,
 )
 from nsa.cli.options import BAD_INPUT, FAILED, GOOD
-from whyhung import cli as hung
 
 # Modules whose distribution has another name.
 ALIASES = {"yaml": "pyyaml", "jinja2": "nbconvert", "bs4": "nbconvert"}
@@ -31,6 +30,9 @@ ALIASES = {"yaml": "pyyaml", "jinja2": "nbconvert", "bs4": "nbconvert"}
 # Commands of earlier versions, and what does their work now.
 GONE = {
     "judge": "nsa site shows every claim with its run's own verdict, device, commit and age",
+    "watch": "whyhung watch runs any program and reports when it stands still",
+    "attach": "whyhung attach looks at a job that runs already",
+    "dumps": "whyhung dumps reads what a job that is gone left",
     "results": "nsa site --committed writes every claim of the committed runs to claims.html",
 }
 
@@ -84,7 +86,6 @@ def parser() -> argparse.ArgumentParser:
         estimate,
         dtypes,
         trials,
-        hung,
         selfcheck,
     ):
         family.add(commands)

@@ -158,7 +158,7 @@ def test_a_wrong_duration_is_refused(text):
 def test_every_command_and_option_has_a_help_text_that_is_shown(capsys):
     top = cli.parser()
     (commands,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    assert len(commands.choices) == 26
+    assert len(commands.choices) == 23
     for parser in (top, *commands.choices.values()):
         assert parser.description, parser.prog
         for action in parser._actions:
@@ -250,8 +250,12 @@ def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("name", ["judge", "results"])
-def test_a_command_that_is_gone_names_its_successor(name, capsys):
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [("judge", "nsa site"), ("results", "nsa site"),
+     *((name, f"whyhung {name}") for name in ("watch", "attach", "dumps"))],
+)  # fmt: skip
+def test_a_command_that_is_gone_names_its_successor(name, successor, capsys):
     assert cli.main([name, "02"]) == 2
     said = one_line(capsys)
-    assert f"there is no nsa {name} any more; nsa site" in said
+    assert f"there is no nsa {name} any more; {successor}" in said

@@ -46,7 +46,7 @@ LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.utils.data",
 )  # fmt: skip
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
-STARTERS = "nsa", "whyhung.process.launch", "whyhung.process.family"
+STARTERS = "nsa", "whyhung", "whyhung.process.launch", "whyhung.process.family"
 STARTING_ENTRY = "whyhung.process.ranks:launch"
 RANKS = "torch.distributed.run"  # it and its ranks are executed: a forked rank once did not end
 SCRIPTS = ("rank_entries.py",)  # of this folder, started without torchrun

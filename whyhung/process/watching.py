@@ -59,20 +59,18 @@ def watch(
     on_hang: str = "report",
     stall_s: float = 5.0,
     limit_s: float | None = None,
-    name: str = "whyhung watch",
 ) -> int:
     """Runs `command`; its exit code, or minus the signal that ended it.
 
     folder: for evidence and reports; by default a new one below watch/. nodes: one that several
     nodes share, each with a folder of its own in it. count: have its Python processes count their
     progress (whyhung.watch.inside). on_stall, on_hang: "report" or "kill". limit_s: the user's own;
-    the command is ended when it is over. name: of the command line that users typed, in what is
-    said to them. Call it in the main thread.
+    the command is ended when it is over. Call it in the main thread.
 
     Raises ValueError for what cannot be, and OSError for a command that cannot be started.
     """
     if not command:
-        raise ValueError(f"no command; write: {name} -- python train.py")
+        raise ValueError("no command; write: whyhung watch -- python train.py")
     for option, value in {"on_hang": on_hang, "on_stall": on_stall}.items():
         if value not in ACTIONS:
             raise ValueError(f"{option}={value!r} is none of {', '.join(ACTIONS)}")
@@ -80,7 +78,7 @@ def watch(
         raise ValueError("a folder and a folder of nodes: give one of them")
     shared = None if nodes is None else Nodes(Path(nodes))
     place = shared.own if shared else Path(folder) if folder else _fresh(command)
-    reports = Reports(place, name)
+    reports = Reports(place)
     evidence = Evidence(spec={"command": shlex.join(command)}, stall_s=stall_s)
     inner = _counters() if count else None
     given = inside.environment(inner, os.environ) if inner else dict(os.environ)
@@ -101,7 +99,7 @@ def watch(
     try:
         kills = {"HANG": on_hang == "kill", "STALLED": on_stall == "kill"}
         watcher = _Watcher(process, cookie, inner, evidence, reports, shared, kills, limit_s)
-        thread = threading.Thread(target=watcher.run, name="nsa watch", daemon=True)
+        thread = threading.Thread(target=watcher.run, name="whyhung watch", daemon=True)
         thread.start()
         _until_it_ends(process, watcher.hears)
         watcher.stop.set()
@@ -178,7 +176,7 @@ def _counters() -> Path:
     """Where processes count: in memory if they can, for a slow or full disk must not stop them."""
     memory = Path("/dev/shm")
     where = memory if os.access(memory, os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="nsa-watch-", dir=where))
+    return Path(tempfile.mkdtemp(prefix="whyhung-", dir=where))
 
 
 class _Watcher:

@@ -19,7 +19,7 @@ _TORCH = re.compile(
     r"|fx|jit|library|linalg|multiprocessing|nn|optim|profiler|storage|utils)(?:/|\.py:)"
     r"|(?:^|/)torch/(?:functional|serialization|random|overrides)\.py:"
 )
-_OURS = re.compile(r"(?:^|/)(?:whyhung|nsa/(?:lab|cli))/")
+_OURS = re.compile(r"(?:^|/)(?:whyhung/(?:process|watch|verdict|\w+\.py:)|nsa/(?:lab|cli)/)")
 _TYPED = ("<string>", "<stdin>", "<console>", "<ipython")  # what has no file and is yet somebody's
 _FILE = re.compile(r"^(.*?):(\d+) (.*)$")
 

@@ -182,27 +182,28 @@ def _said(value: object) -> str:
 
 def _docs(folder: Path, target: Path, runs: set[str]) -> list[str]:
     """Copies of the documents, whose links lead to pages of the site or become text."""
-    names = []
+    pages = {path.stem: path for path in sorted(folder.glob("*.md"))}
+    if (hangs := folder.parent / "whyhung" / "README.md").is_file():
+        pages["hangs"] = hangs
     figures = folder.parent / "figures"
-    for path in sorted(folder.glob("*.md")):
-        names.append(path.stem)
+    there = {f"{name}.md" for name in pages}
+    for name, path in pages.items():
         text = path.read_text(encoding="utf-8")
         text = RUN.sub(lambda m: f"](../runs/{m[1]}.ipynb)" if m[1] in runs else m[0], text)
-        there = {p.name for p in folder.glob("*.md")}
 
-        def link(found: re.Match, there: set[str] = there) -> str:
+        def link(found: re.Match) -> str:
             address = found[2].partition("#")[0]
             known = address in there or address.startswith("../runs/")
             return found[0] if known and address.endswith((".md", ".ipynb")) else found[1]
 
-        _write(target / path.name, ELSEWHERE.sub(link, text))
+        _write(target / f"{name}.md", ELSEWHERE.sub(link, text))
         for picture in re.findall(r"!\[[^\]]*\]\(\.\./figures/([\w.-]+)\)", text):
             if (figures / picture).is_file():
                 copy = target.parent / "figures" / picture
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 if not copy.is_file() or copy.read_bytes() != (figures / picture).read_bytes():
                     shutil.copyfile(figures / picture, copy)
-    return names
+    return list(pages)
 
 
 def _forget(runs: set[str], docs: list[str], source: Path, to: Path, work: Path) -> None:

@@ -301,7 +301,7 @@ def test_a_coordinate_is_told_in_words():
 
 
 def test_the_examples_of_the_documentation_are_pages():
-    text = (Path(__file__).parents[3] / "docs" / "hangs.md").read_text()
+    text = (Path(__file__).parents[3] / "whyhung" / "README.md").read_text()
     text = text.partition("## A job that is gone")[0]
     shown = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     told = [page(*pages.CASES[case]()) for case in ("lock", "ranks", "busy")]

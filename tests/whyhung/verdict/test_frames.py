@@ -18,6 +18,8 @@ TRAIN = "/home/someone/train.py:31 evaluate"
         (TORCH, "torch"),
         ("/src/pytorch/torch/_dynamo/eval_frame.py:5 f", "torch"),
         ("/w/whyhung/watch/inside.py:5 hook", "whyhung"),
+        ("/w/whyhung/cli.py:5 main", "whyhung"),
+        ("/w/tests/whyhung/programs/cpu/thread_pool.py:60 step", ""),
         ("<frozen importlib._bootstrap>:241 _call", "importlib"),
         ("<eval_with_key>.5:9 forward", "code made at run time"),
         ("/x/.venv/bin/torchrun:8 <module>", "a command"),

@@ -278,7 +278,7 @@ def test_every_kind_can_be_reached():
 
 
 def test_the_documentation_tells_the_limits_that_the_rules_have():
-    told = (ROOT / "docs/hangs.md").read_text()
+    told = (ROOT / "whyhung/README.md").read_text()
     assert f"after {WAIT_S:g} s of quiet" in told and PATIENCE_S == 120 and "two minutes" in told
     evidence = Evidence()
     assert f"({evidence.stall_s:g} s; {START_STALL_S:g} s before the first step)" in told

@@ -15,7 +15,7 @@ import tempfile
 import time
 import uuid
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 MARKS = "fault", "quiet", "over"
 SHELL = "sh", "-c", '"$@"; exit $?', "sh"  # as users have one above; tools climb no further
 LAST_TO_END = "resource_tracker", "torch_shm_manager"  # they take away what the others leave

@@ -18,7 +18,7 @@ folder, said = pathlib.Path(sys.argv[3]), {said!r}
 child = subprocess.Popen(sys.argv[sys.argv.index("--") + 1 :])
 time.sleep(1.5)
 for line in said:
-    print("nsa watch:", line, file=sys.stderr, flush=True)
+    print("whyhung watch:", line, file=sys.stderr, flush=True)
     if "HANG" in line:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.txt").write_text(line + chr(10) + "HANG:lock; rule: stub")
@@ -126,7 +126,7 @@ def stub(tmp_path, *said):
 
 def scored(tmp_path, tool, only, *options):
     out = tmp_path / "out"
-    given = ["--nsa", tool, "--only", only, "--keep", "1", "--seconds", "4", "--out", str(out)]
+    given = ["--whyhung", tool, "--only", only, "--keep", "1", "--seconds", "4", "--out", str(out)]
     score.main([*given, "--jobs", "3", *options])
     return {row["program"]: row for row in json.loads((out / "rows.json").read_text())}
 
@@ -180,10 +180,10 @@ def test_tools_that_read_dumps_find_nothing_in_a_healthy_program(tmp_path, monke
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.real_starts
-def test_three_programs_are_scored_with_nsa_itself(tmp_path, monkeypatch):
+def test_three_programs_are_scored_with_whyhung_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("HANGS_SCALE", "0.2")
     only = "nested_submit,join_before_get,thread_pool"
-    rows = scored(tmp_path, f"{sys.executable} -m nsa", only, "--seconds", "90")
+    rows = scored(tmp_path, f"{sys.executable} -m whyhung", only, "--seconds", "90")
     assert all(row["valid"] for row in rows.values()), rows
     assert rows["nested_submit"]["told"] and rows["nested_submit"]["line"]
     assert not any(row["told"] for row in rows.values() if row["healthy"])

@@ -8,7 +8,8 @@ import dataclasses
 import pathlib
 import sys
 
-FOLDER = pathlib.Path(__file__).parent / "programs"
+FOLDER = pathlib.Path(__file__).parent
+GROUPS = "cpu", "gpu"
 KEYS = {"due", "line", "rank", "within", "quiet", "ranks", "spawns", "runs", "set"}
 SETS = "first", "late"
 
@@ -95,7 +96,7 @@ def read(path):
 
 def chosen(group="all", only=(), written="all", kind="all"):
     """Returns the programs wanted, sorted. ValueError for a name that none has."""
-    found = [read(path) for path in sorted(FOLDER.glob("*/*.py"))]
+    found = [read(path) for name in GROUPS for path in sorted(FOLDER.glob(f"{name}/*.py"))]
     unknown = set(only) - {program.name for program in found}
     if unknown:
         raise ValueError(f"no program is called {', '.join(sorted(unknown))}; --list shows all")

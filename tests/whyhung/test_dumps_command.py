@@ -1,4 +1,4 @@
-"""`nsa dumps` on the command line: exit codes, the first lines, JSON."""
+"""`whyhung dumps` on the command line: exit codes, the first lines, JSON."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 from places import ROOT
 from recorder_entries import entry
 
-from nsa.cli import main as cli
+from whyhung import cli
 
 AT = [{"filename": "/me/train.py", "line": 31, "name": "step"}]
 
@@ -47,7 +47,7 @@ def test_the_guilty_rank_stands_in_the_first_line_and_its_reason_in_the_second(t
 
 
 def test_the_example_of_the_documentation_is_a_page(tmp_path, capsys):
-    text = (ROOT / "docs" / "hangs.md").read_text().partition("## A job that is gone")[2]
+    text = (ROOT / "whyhung" / "README.md").read_text().partition("## A job that is gone")[2]
     left(tmp_path, [14, 14, 13])
     cli.main(["dumps", str(tmp_path)])
     assert text.partition("```text\n")[2].partition("```")[0] == capsys.readouterr().out

@@ -33,15 +33,15 @@ class Told:
 
 
 class Watch:
-    """`nsa watch -- COMMAND`: lines on stderr, and a page in its folder."""
+    """`whyhung watch -- COMMAND`: lines on stderr, and a page in its folder."""
 
-    name = "nsa"
+    name = "whyhung"
 
     def __init__(self, options):
-        self.start = options.nsa.split()
+        self.start = options.whyhung.split()
 
     def command(self, command, program, folder):
-        return [*self.start, "watch", "--folder", str(folder / "nsa"), "--", *command]
+        return [*self.start, "watch", "--folder", str(folder / "whyhung"), "--", *command]
 
     def environment(self, folder):
         return {}
@@ -53,7 +53,7 @@ class Watch:
         lines = run.err().split("\n")[:-1]
         for number in range(self.seen, len(lines)):
             line = lines[number]
-            if not line.startswith("nsa"):
+            if not line.startswith("whyhung"):
                 continue
             if RETRACTED.search(line):
                 self.retracted += 1
@@ -63,7 +63,7 @@ class Watch:
                 self.line = head
         self.seen = len(lines)
         if self.told and time.monotonic() < self.told[-1].at + 3:  # its page comes a bit later
-            self.read_page(self.told[-1], text(run.folder / "nsa" / "report.txt"))
+            self.read_page(self.told[-1], text(run.folder / "whyhung" / "report.txt"))
             (run.folder / f"told-{len(self.told) - 1}.txt").write_text(self.told[-1].head)
         return self.told
 
@@ -85,7 +85,7 @@ class ByHand:
     retracted = 0
 
     def __init__(self, options):
-        self.start = options.nsa.split()
+        self.start = options.whyhung.split()
 
     def command(self, command, program, folder):
         return command
@@ -108,7 +108,7 @@ class ByHand:
 
 
 class Attach(ByHand):
-    """`nsa attach --all-ranks PID`."""
+    """`whyhung attach --all-ranks PID`."""
 
     name = "attach"
 

@@ -1,7 +1,7 @@
 """Score a tool on programs that hang and on healthy ones that are quiet.
 
-`python tests/hangs/score.py --tool nsa --set cpu --jobs 2 --out FOLDER` runs each program as it
-is, beside the tool, and writes rows.json, rows.txt and what everybody printed into FOLDER. It
+`python score.py --tool whyhung --set cpu --jobs 2 --out FOLDER` in this folder runs each program as
+it is, beside the tool, and writes rows.json, rows.txt and what everybody printed into FOLDER. It
 needs this repository, torch, and what the tool needs. A healthy program is accused when the tool
 tells HANG or STALLED at any time; a hang is told from the moment when the program prints `fault`.
 """
@@ -232,7 +232,7 @@ def run_all(jobs, options):
 
 def arguments(given=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--tool", choices=TOOLS, default="nsa")
+    parser.add_argument("--tool", choices=TOOLS, default="whyhung")
     parser.add_argument("--set", choices=("cpu", "gpu", "all"), default="cpu")
     parser.add_argument("--written", choices=("first", "late", "all"), default="all")
     parser.add_argument("--kind", choices=("hang", "healthy", "all"), default="all")
@@ -245,7 +245,7 @@ def arguments(given=None):
     parser.add_argument("--seconds", type=float, default=120, help="a hang lives after its fault")
     parser.add_argument("--keep", type=float, default=KEEP, help="and after it was told")
     parser.add_argument("--timeout", type=float, default=30, help="of torch's own, in seconds")
-    parser.add_argument("--nsa", default=f"{sys.executable} -m nsa", help="the command of nsa")
+    parser.add_argument("--whyhung", default=f"{sys.executable} -m whyhung", help="its command")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("hangs"))
     parser.add_argument("--list", action="store_true", help="only list the programs")
     return parser.parse_args(given)
