@@ -106,7 +106,7 @@ def add(commands) -> None:
     option("--halt-file", metavar="PATH", help=text)
     text = (
         "these steps (20:23), or so many, under torch's profiler: a trace for Perfetto in the "
-        "run's folder, and tables of time and memory"
+        "run's folder, and tables of time; --memory-snapshot has those of memory"
     )
     option("--profile", default="", metavar="STEPS", help=text)
     text = (

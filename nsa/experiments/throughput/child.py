@@ -56,7 +56,7 @@ def measure_rank(spec: dict) -> dict:
         found["losses"] = losses + found["losses"]
         found["phase_ms"] = _by_phase(trainer)
         if cell.device == "cuda":
-            found["syncs"] = count_syncs(lambda: trainer.step(trainer.steps_done)).total
+            found["syncs"] = count_syncs(lambda: trainer.step(trainer.steps_done))
         else:
             found["peak_mib"] = _cpu_peak(trainer)
         if cell.observe:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from nsa.lab.estimate import layers, libraries, reserved, search, small
+from nsa.lab.estimate import layers, libraries, reserved, search
 from nsa.lab.estimate.alloc_conf import Settings
 from nsa.lab.estimate.pretend import GIB, Gpu, gpu_named
 from nsa.lab.estimate.steps import Run, run_of
@@ -76,20 +76,33 @@ def _estimate(
     """Also the steps from which the allocator's model has it, on a GPU."""
     libraries.check(spec.config().backend)
     chosen, run = gpu_named(gpu) if spec.device == "cuda" else None, None
-    if small.is_long(spec):
-        return _from_short(spec, chosen, ddp, changes), None
     traced, how = whole(spec, chosen, ddp=ddp, **changes)
     told: dict[str, Any] = {"how": how, "saved": saved(traced), "unknown": dict(traced.unknown)}
     told["notes"] = (*(libraries.notes() if chosen else ()), *_notes(spec, ddp))
     told["uncertainty"] = 1 - COMPILED[0] if spec.compile else 0.0
     if chosen is None:
-        return _made(chosen, replay(steady(traced.stream)), reserved=None, **told), None
-    run = _run(spec, chosen, traced)
-    found, took = replay(run.stream), _took(run, settings, total=chosen.total)
-    for phase, size in found["phases"].items():
-        found["phases"][phase] = took.phases[phase].allocated
-        found["by_phase_category"][phase]["rounding"] = took.phases[phase].allocated - size
-    return _made(chosen, found, reserved=took.peak.reserved, **told), run
+        found = replay(steady(traced.stream))
+    else:
+        run = run_of(traced, captured=spec.cuda_graph, resident=chosen.resident)
+        found, took = replay(run.stream), _took(run, settings, total=chosen.total)
+        for phase, size in found["phases"].items():
+            found["phases"][phase] = took.phases[phase].allocated
+            found["by_phase_category"][phase]["rounding"] = took.phases[phase].allocated - size
+        told |= {"gpu": chosen.name, "calibrated": chosen.measured}
+    phases, by_phase = found["phases"], found["by_phase_category"]
+    phase = max(phases, key=lambda name: phases[name])
+    if chosen and not chosen.measured:  # what libraries take of the allocator may be all wrong
+        told["uncertainty"] += chosen.resident / phases[phase]
+    made = Estimate(
+        allocated=phases[phase],
+        reserved=took.peak.reserved if chosen else None,
+        phase=phase,
+        phases=phases,
+        by_category=by_phase[phase],
+        by_phase_category=by_phase,
+        **told,
+    )
+    return made, run
 
 
 def _took(run: Run, settings: Settings, room: int | None = None, **more: Any) -> reserved.Reserved:
@@ -102,55 +115,21 @@ def whole(spec: TrainingSpec, gpu: Gpu | None = None, **how: Any) -> tuple[Trace
     """The trace of all layers, and how it was had: of a long run of like layers four are traced and
     one is repeated, unless they turn out not to be alike. Buckets and shards go over layers: with
     several ranks all are traced. RuntimeError for a step that needs values."""
+    short = layers.shortened(spec) if spec.parallel == "none" else None
     try:
-        return _whole(spec, gpu, **how)
+        if short is None:
+            return trace(spec, gpu, **how), "traced"
+        try:
+            found = layers.repeated(trace(short.spec, gpu, **how), short.like)
+        except layers.Irregular as error:
+            return trace(spec, gpu, **how), f"traced, for of a few layers {error}"
     except UNTRACEABLE as error:
         raise RuntimeError(
             f"{error} needs a value, or makes a shape of values, which a trace has not; "
             f"take another backend than {spec.backend!r}"
         ) from error
-
-
-def _whole(spec: TrainingSpec, gpu: Gpu | None, **how: Any) -> tuple[Trace, str]:
-    short = layers.shortened(spec) if spec.parallel == "none" else None
-    if short is None:
-        return trace(spec, gpu, **how), "traced"
-    try:
-        found = layers.repeated(trace(short.spec, gpu, **how), short.like)
-    except layers.Irregular as error:
-        return trace(spec, gpu, **how), f"traced, for of a few layers {error}"
     few = short.spec.config().layers
     return found, f"{few} of {len(short.like)} layers traced, one in the middle repeated"
-
-
-def _run(spec: TrainingSpec, gpu: Gpu, traced: Trace) -> Run:
-    return run_of(traced, captured=spec.cuda_graph, resident=gpu.resident)
-
-
-def _from_short(
-    spec: TrainingSpec, gpu: Gpu | None, ddp: Mapping[str, Any], changes: Mapping[str, Any]
-) -> Estimate:
-    def stream(one: TrainingSpec) -> Stream:
-        traced, _ = whole(one, gpu, ddp=ddp, **changes)
-        return _run(one, gpu, traced).stream if gpu else steady(traced.stream)
-
-    found = small.estimated(spec, stream)
-    told: dict[str, Any] = {"how": found["how"], "saved": {}, "unknown": {}, "reserved": None}
-    told["notes"] = (*(libraries.notes() if gpu else ()), *_notes(spec, ddp), *found["notes"])
-    told["uncertainty"] = found["error"] + (1 - COMPILED[0] if spec.compile else 0.0)
-    return _made(gpu, found, **told)
-
-
-def _made(gpu: Gpu | None, found: Mapping[str, Any], **told: Any) -> Estimate:
-    """On a GPU that nobody calibrated, what libraries take of the allocator may be all wrong."""
-    phases, by_phase = found["phases"], found["by_phase_category"]
-    phase = max(phases, key=lambda name: phases[name])
-    if gpu and not gpu.measured:
-        told["uncertainty"] += gpu.resident / phases[phase]
-    place = {"gpu": gpu.name, "calibrated": gpu.measured} if gpu else {}
-    sizes = {"allocated": phases[phase], "phase": phase, "phases": phases}
-    categories = {"by_category": by_phase[phase], "by_phase_category": by_phase}
-    return Estimate(**sizes, **categories, **place, **told)
 
 
 def _notes(spec: TrainingSpec, ddp: Mapping[str, Any]) -> Iterator[str]:

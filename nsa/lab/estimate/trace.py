@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from nsa.attention import span
 from nsa.attention.backends import gather, packed, sequential
 from nsa.lab.estimate import operators, ranks
-from nsa.lab.estimate.branch import running
 from nsa.lab.estimate.libraries import round_up
 from nsa.lab.estimate.pretend import DEVICE, Gpu, Quick, pretended
 from nsa.lab.measure.allocations import Stream
@@ -67,7 +66,7 @@ class Trace:
     """A step's stream, in which no address is used twice, and whose each one is."""
 
     stream: Stream = field(default_factory=Stream)
-    where: dict[int, str] = field(default_factory=dict)  # each one's module and branch
+    where: dict[int, str] = field(default_factory=dict)  # each one's module
     streams: dict[int, int] = field(default_factory=dict)  # number of an address's, unless 0
     unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     operators: int = 0
@@ -164,9 +163,7 @@ class Tracker(TorchDispatchMode):
         if number := self.current_stream():
             self.trace.streams[address] = number
         if self._modules:
-            module = self._modules[-1]
-            branch = running() if module.endswith("attention") and not self._backward else ""
-            self.trace.where[address] = module + branch
+            self.trace.where[address] = self._modules[-1]
         return address
 
     def _gone(self, key: int, address: int) -> None:

@@ -137,7 +137,7 @@ class Attributing(Recorder):
             yield
         tree = seen.profiler.kineto_results.experimental_event_tree()
         begun = 0
-        for a in self._with_ends(allocators.read(tree, self.device.type, {})[0]):
+        for a in self._with_ends(allocators.read(tree, self.device.type)):
             for _ in range(begun, int(a.phase or 0) + 1):
                 self._begins(begun)
                 begun += 1

@@ -2,10 +2,8 @@
 
 import re
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +16,6 @@ from nsa.lab.observers.graph import count_nodes
 
 # cudaMemcpyAsync returns at once; where it must not, torch has a cudaStreamSynchronize follow.
 WAITS = re.compile(r"cuda\w+Synchronize|cu(Stream|Ctx|Event)Synchronize|cu(da)?Memcpy[^A]*")
-# These wait for the device now and then; a warm caching allocator makes none of them.
-ALLOCATES = re.compile(r"cuda(Malloc|Free|HostAlloc|HostRegister|HostUnregister)\w*")
 _RANGE = "nsa.syncs.step"
 
 
@@ -54,28 +50,9 @@ class Count(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@dataclass
-class Syncs:
-    """What one step asked of the CUDA runtime that waits for the device."""
-
-    by_call: dict[str, int]  # cudaStreamSynchronize: 2, ...
-    by_line: dict[str, int] = field(default_factory=dict)  # file:line as far as torch tells
-    by_operation: dict[str, int] = field(default_factory=dict)  # aten::item: 2, ...
-
-    @property
-    def total(self) -> int:
-        """Calls that wait for the device; allocations are listed and not counted."""
-        return sum(n for name, n in self.by_call.items() if WAITS.fullmatch(name))
-
-
-def count_syncs(step: Callable[[], Any], *, warm: int = 2) -> Syncs:
-    """Runs `step` `warm` times, once under the profiler and once more to find the lines.
-
-    Calls of cudaMalloc and cudaFree, which a warm caching allocator does not make, are in `by_call`
-    but not in the total.
-
-    Raises ValueError without a GPU: there is nothing to wait for.
-    """
+def count_syncs(step: Callable[[], Any], *, warm: int = 2) -> int:
+    """The calls of the CUDA runtime in a step that wait for the device: `step` runs `warm` times
+    and once under the profiler. ValueError without a GPU: there is nothing to wait for."""
     if not torch.cuda.is_available():
         raise ValueError("device syncs are a GPU's, and torch sees none here")
     for _ in range(warm):
@@ -84,43 +61,19 @@ def count_syncs(step: Callable[[], Any], *, warm: int = 2) -> Syncs:
     activities = ProfilerActivity.CPU, ProfilerActivity.CUDA
     with profiled(activities) as profile, torch.profiler.record_function(_RANGE):
         step()
-    found = syncs_in(profile.events())
-    torch.cuda.synchronize()
-    found.by_line = _lines(step)
-    return found
+    return waits_in(profile.events())
 
 
-def syncs_in(events: Iterable[Any]) -> Syncs:
+def waits_in(events: Iterable[Any]) -> int:
     """The waiting calls inside the step's range, of a profile's events."""
     events = list(events)
     ranges = [e.time_range for e in events if e.name == _RANGE and "CPU" in str(e.device_type)]
     if not ranges:
         raise ValueError(f"the profile has no range {_RANGE!r}, so nothing tells where the step is")
-    calls, operations = Counter(), Counter()
-    for event in events:
-        name, parent = event.name, event.cpu_parent
-        waits = WAITS.fullmatch(name)
-        inside = ranges[0].start <= event.time_range.start <= ranges[0].end
-        if inside and (waits or ALLOCATES.fullmatch(name)):
-            calls[name] += 1
-        if inside and waits:
-            told = parent is not None and parent.name != _RANGE
-            operations[parent.name if told else "no operation of torch"] += 1
-    return Syncs(dict(calls), by_operation=dict(operations))
-
-
-def _lines(step: Callable[[], Any]) -> dict[str, int]:
-    """file:line of each sync that torch's own sync debug mode warns of."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    places = (f"{w.filename}:{w.lineno}" for w in seen if "synchronizing CUDA" in str(w.message))
-    return dict(Counter(places))
+    first, last = ranges[0].start, ranges[0].end
+    return sum(
+        bool(WAITS.fullmatch(e.name)) and first <= e.time_range.start <= last for e in events
+    )
 
 
 class Compilations:

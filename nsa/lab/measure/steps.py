@@ -7,7 +7,6 @@ gradients, operations) is measured afterwards, each in steps of its own.
 from __future__ import annotations
 
 import hashlib
-import statistics
 import sys
 import time
 from collections import defaultdict
@@ -72,24 +71,6 @@ def _cuda() -> Any:
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
-class PhaseClock:
-    """An observer that adds up seconds of phases, from idle to idle device; without a GPU they are
-    the processor's, whose cores others use as well."""
-
-    def __init__(self, device: Any) -> None:
-        self.device, self.spent = device, defaultdict(float)
-        self._clock = time.perf_counter if device.type == "cuda" else time.process_time
-        self._phase, self._since = "", 0.0
-
-    def on_phase(self, name: str, step: int) -> None:
-        if self.device.type == "cuda":
-            _cuda().synchronize(self.device)
-        now = self._clock()
-        if self._phase:
-            self.spent[self._phase] += now - self._since
-        self._phase, self._since = ("" if name == "end" else name), now
-
-
 def further_steps(trainer: Trainer, model: Any, *, count: bool) -> tuple[dict, dict]:
     """Measured in steps of their own, after all others: (result, oracles) of the trial.
 
@@ -97,6 +78,8 @@ def further_steps(trainer: Trainer, model: Any, *, count: bool) -> tuple[dict, d
     gradients; operations and autograd nodes where `count`. Oracles: arrival and finite, and ranks
     of several. `model` has the names of a subject's expectations, see nsa.lab.oracles.Watch.
     """
+    from nsa.lab.observers.phases import PhaseTimes
+
     found, observers = {}, trainer.observers
 
     def step(*more: Any) -> Any:
@@ -106,11 +89,13 @@ def further_steps(trainer: Trainer, model: Any, *, count: bool) -> tuple[dict, d
         finally:
             trainer.observers = observers
 
-    clocks = [PhaseClock(trainer.device) for _ in range(PHASE_STEPS)]
-    for clock in clocks:
-        step(clock)
-    for phase in ("forward", "backward", "optimizer"):
-        found[phase] = statistics.median(clock.spent[phase] for clock in clocks)
+    # Without a GPU they are the processor's, whose cores others use as well.
+    on_gpu = trainer.device.type == "cuda"
+    times = PhaseTimes(trainer.device, time.perf_counter if on_gpu else time.process_time)
+    for _ in range(PHASE_STEPS):
+        step(times)
+    seconds = {row["phase"]: row["median_ms"] / 1e3 for row in times.table()}
+    found |= {phase: seconds[phase] for phase in ("forward", "backward", "optimizer")}
     found |= _memory(trainer)
     digest, told = _gradients(trainer, model, step)
     found["gradients"] = digest

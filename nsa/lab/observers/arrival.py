@@ -6,7 +6,6 @@ of arrivals alone tell nothing.
 
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 
 from nsa.lab.observers.deferred import Deferred, Sampled
 from nsa.lab.observers.graph import unreachable
-
-__all__ = ["GradientArrival", "compare", "summary", "unreachable"]
 
 ARRIVED, MISSING, ZERO = "arrived", "missing", "zero"
 
@@ -168,27 +165,3 @@ class GradientArrival(Sampled):
     def _forget_loss(self, why: str) -> None:
         self._loss, self.unreachable_unknown = None, why
         self._catch.remove()
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """arrived=190 missing=3 zero=2, for people."""
-    states = [row["state"] for row in rows]
-    return " ".join(f"{state}={states.count(state)}" for state in (ARRIVED, MISSING, ZERO))
-
-
-def compare(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Where the arrival rows of several ranks differ: name, differs, by_rank; [] if nowhere.
-
-    `differs` is "state" where a parameter's gradient is arrived, missing or zero on some ranks
-    only (or the parameter known on some only: None), else "arrivals" or "order". No error and equal
-    weights hide such a difference from everything else under find_unused_parameters.
-    """
-    by_name = [{row["name"]: row for row in rows} for rows in ranks]
-    found = []
-    for name in dict.fromkeys(name for rows in by_name for name in rows):
-        for what in ("state", "arrivals", "order"):
-            values = [rows[name][what] if name in rows else None for rows in by_name]
-            if len(set(values)) > 1:
-                found.append({"name": name, "differs": what, "by_rank": values})
-                break
-    return found

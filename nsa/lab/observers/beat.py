@@ -5,12 +5,10 @@ needs the GIL now and then: native code that never gives it up silences it, as i
 `stacks_on_signal`; `py-spy dump --pid` shows where that is.
 """
 
-import contextlib
 import json
 import math
 import os
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -24,13 +22,14 @@ import torch
 from torch import Tensor
 
 from nsa.lab.measure.recorders import MIB, resident_mib
+from nsa.lab.measure.timing import mark
 from nsa.lab.observers.deferred import Deferred
+from nsa.lab.observers.watchdog import STEPS, Beside
 
-WINDOW = 50  # steps whose median is the pace
 FIRST_MARKS = 4  # of a GPU's clock, one after the other; later ones are spaced out
 
 
-class Heartbeat:
+class Heartbeat(Beside):
     """An observer that tells step, phase, seconds in it, s/step and ETA, at most `every_s` apart.
 
     Each beat is a line on `out` (None: none) and, with `file`, a JSON object on a line of its own,
@@ -50,52 +49,36 @@ class Heartbeat:
         file: str | os.PathLike | None = None,
         total_steps: int | None = None,
         *,
-        rank: int | None = None,
         detail: Callable[[], str] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """rank: from the trainer, or torchrun's RANK, or 0. clock: seconds since 1970."""
+        """clock: seconds since 1970. The rank is the trainer's, or torchrun's RANK, or 0."""
         if not every_s > 0:
             raise ValueError(f"every_s={every_s} must be greater than 0; 10 is usual")
+        super().__init__("nsa:heartbeat", 0.9 * every_s, clock)
         self.every_s, self.total_steps, self.detail = every_s, total_steps, detail
-        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        self._given_rank, self._out, self._clock = rank is not None, out, clock
+        self.rank, self._out = int(os.environ.get("RANK", "0")), out
         # until close()
         self._file = None if file is None else Path(file).open("a", buffering=1)  # noqa: SIM115
-        # step, phase, its start, the step's start: one assignment, for the thread reads it.
-        self._place = (None, "before the first step", clock(), None)
-        self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._loss: tuple[int | None, float | None] = (None, None)
         self._losses = Deferred()
         self._marks, self._on_gpu = DeviceMarks(clock), False
         self._device, self._mib = torch.device("cpu"), math.nan
         self._sampled = -math.inf
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def on_start(self, trainer: Any) -> None:
         """Takes the schedule's end, the rank and the device from the trainer; starts the beat."""
         config, parallel = getattr(trainer, "config", None), getattr(trainer, "parallel", None)
         if self.total_steps is None:
             self.total_steps = getattr(config, "steps", None)
-        if not self._given_rank and parallel is not None:
+        if parallel is not None:
             self.rank = parallel.rank
         self._device = torch.device(getattr(trainer, "device", "cpu"))
         self.start()
 
-    def start(self) -> None:
-        """Starts the thread, and beats once; nothing happens if it beats already."""
-        if self._thread is None:
-            self._stop.clear()
-            self._thread = threading.Thread(target=self._run, name="nsa:heartbeat", daemon=True)
-            self._thread.start()
-
     def on_phase(self, name: str, step: int) -> None:
-        now, before = self._clock(), self._place[3]
-        self._place = (step, name, now, now if name == "data" else before)
+        super().on_phase(name, step)
         if name == "data":
-            if before is not None:  # what lies between two steps counts as well
-                self._seconds.append(now - before)
             self.start()
 
     def on_step(self, step: int, loss: Tensor) -> None:
@@ -111,7 +94,8 @@ class Heartbeat:
             if loss.is_cuda:
                 self._mib = torch.cuda.memory_allocated(loss.device) / MIB
             if not len(self._losses):
-                self._losses.put((step, event_behind(loss)), loss)
+                # an event with a time, behind the work that makes the loss
+                self._losses.put((step, mark(loss.device) if loss.is_cuda else None), loss)
 
     def beat(self) -> dict[str, Any]:
         """Writes one beat and returns it."""
@@ -154,30 +138,14 @@ class Heartbeat:
     def close(self) -> None:
         """Stops the thread, and beats once more."""
         if self._thread is not None:
-            self._stop.set()
-            self._thread.join()
-            self._thread = None
+            super().close()
             self.beat()
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _run(self) -> None:
-        while True:
-            # Neither a full disk nor a closed terminal nor a detail is a reason to fall silent.
-            with contextlib.suppress(Exception):
-                self.beat()
-            if self._stop.wait(0.9 * self.every_s):
-                return
-
-
-def event_behind(loss: Tensor) -> torch.cuda.Event | None:
-    """An event with a time behind the work that makes the loss; None on a CPU."""
-    if not loss.is_cuda:
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(loss.device))
-    return event
+    def _look(self) -> None:
+        self.beat()
 
 
 class DeviceMarks:
@@ -191,7 +159,7 @@ class DeviceMarks:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self.count = clock, 0
         self._last: tuple[int, Any] | None = None
-        self._stretches: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # (s/step, steps)
+        self._stretches: deque[tuple[float, int]] = deque(maxlen=STEPS)  # (s/step, steps)
         # The device's seconds since the first mark, and the host's clock when they were 0: the
         # earliest that was found, for an event is noticed when it happens or later.
         self._device_s, self._zero = 0.0, math.inf

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from nsa.lab.measure.timing import mark, seconds_between
+
 MOST_STEPS = 8
 _ONE_HOOK = "DDP takes one communication hook only; wrap the model anew to trace its buckets"
 
@@ -30,7 +32,7 @@ class BucketTrace:
     one more pass over the gradients for each bucket, which a line on `out` says once.
 
     Raises ValueError for a model that is not wrapped in DDP or has a hook already, for DDP takes
-    one, and for more than 8 traced steps without `accept_cost`.
+    one, and for more than 8 traced steps.
     """
 
     def __init__(
@@ -38,7 +40,6 @@ class BucketTrace:
         wrapped: nn.Module,
         steps: Sequence[int] = (0, 1),
         *,
-        accept_cost: bool = False,
         out: TextIO | None = sys.stderr,
     ) -> None:
         if not isinstance(wrapped, nn.parallel.DistributedDataParallel):
@@ -50,10 +51,10 @@ class BucketTrace:
             names = ", ".join(hook.__qualname__ for hook, _ in wrapped._comm_hooks)
             raise ValueError(f"{_ONE_HOOK}: it has {names}")
         self.steps = frozenset(steps)
-        if len(self.steps) > MOST_STEPS and not accept_cost:
+        if len(self.steps) > MOST_STEPS:
             raise ValueError(
                 f"{len(self.steps)} traced steps keep rows and events of every bucket; trace at "
-                f"most {MOST_STEPS}, or set accept_cost=True"
+                f"most {MOST_STEPS}"
             )
         if min(self.steps, default=-1) < 0:
             raise ValueError(f"steps={tuple(steps)}; name at least one, counted from 0")
@@ -84,17 +85,15 @@ class BucketTrace:
         """
         while self._timed:
             row, start, end = self._timed.pop()
-            if isinstance(start, float):
-                row["ms"] = 1e3 * (end - start)
-            else:
+            if not isinstance(end, float):
                 end.synchronize()
-                row["ms"] = start.elapsed_time(end)
+            row["ms"] = 1e3 * seconds_between(start, end)
         return [dict(row) for row in self._rows]
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         entered = time.perf_counter()
         group, buffer = self._wrapped.process_group, bucket.buffer()
-        start = _mark(buffer) if self._count in self.steps else None
+        start = mark(buffer.device) if self._count in self.steps else None
         future = allreduce_hook(group, bucket)
         if start is not None:
             row = {
@@ -113,7 +112,7 @@ class BucketTrace:
 
             def done(future: torch.futures.Future) -> Tensor:
                 value = future.value()
-                self._timed.append((row, start, _mark(value)))
+                self._timed.append((row, start, mark(value.device)))
                 return value
 
             future = future.then(done)
@@ -132,12 +131,3 @@ class BucketTrace:
 
 def _average(trace: BucketTrace, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return trace._reduce(bucket)
-
-
-def _mark(like: Tensor) -> Any:
-    """Now, on the device's clock or on the host's."""
-    if not like.is_cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(like.device))
-    return event

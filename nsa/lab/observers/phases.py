@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+KEPT = 10_000  # steps, the last ones
 BETWEEN = "between"  # from the end of one step to the start of the next
 
 
@@ -23,19 +24,9 @@ class PhaseTimes:
     """
 
     def __init__(
-        self,
-        device: str | torch.device = "cpu",
-        *,
-        skip: int = 0,
-        keep: int = 10_000,
-        clock: Callable[[], float] = time.perf_counter,
+        self, device: str | torch.device = "cpu", clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """The first `skip` steps, which compile and allocate, are left out; `keep` are kept."""
-        if skip < 0 or keep < 1:
-            raise ValueError(f"skip={skip} and keep={keep}; legal are skip >= 0 and keep >= 1")
-        self.device = torch.device(device)
-        self.skip, self.keep, self._clock = skip, keep, clock
-        self._skipped: set[int] = set()
+        self.device, self._clock = torch.device(device), clock
         self._marks: deque[tuple[str, int, float, Any]] = deque()
         self._steps: dict[int, dict[str, list[float]]] = {}  # step: phase: [device ms, host ms]
 
@@ -86,14 +77,10 @@ class PhaseTimes:
             if end is not None and not end.query():
                 return
             self._marks.popleft()
-            if len(self._skipped) < self.skip and step not in self._steps:
-                self._skipped.add(step)
-            if step in self._skipped:
-                continue
             host_ms = 1e3 * (ended - began)
             phase = BETWEEN if name == "end" else name
             sums = self._steps.setdefault(step, {}).setdefault(phase, [0.0, 0.0])
             sums[0] += host_ms if end is None else start.elapsed_time(end)
             sums[1] += host_ms
-            if len(self._steps) > self.keep:
+            if len(self._steps) > KEPT:
                 del self._steps[next(iter(self._steps))]

@@ -1,4 +1,4 @@
-"""A few steps under torch's profiler: a trace with named ranges, and tables of time and memory."""
+"""A few steps under torch's profiler: a trace with named ranges, and tables of their time."""
 
 import csv
 import itertools
@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,15 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from nsa.attention import witness
-from nsa.lab.measure import allocators, kernels
-from nsa.lab.measure.allocators import CALLED, PHASES, ROOT, STEP
+from nsa.lab.measure import kernels
+from nsa.lab.measure.allocators import CALLED, ROOT
 from nsa.lab.measure.lines import calling
 from nsa.lab.measure.recorders import profiled
 from nsa.lab.measure.timing import wait
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes
 
+PHASES = ("data", "forward", "backward", "optimizer", "graph")
+STEP = "step "  # and its number: the range around one
 SHOWN = 10  # rows of a table that are printed
 
 
@@ -132,7 +134,7 @@ class StepTrace:
     ) -> None:
         if not steps:
             raise ValueError(f"{steps} holds no step to profile")
-        self.model, self.device, self.steps, self.file = model, torch.device(device), steps, file
+        self.device, self.steps, self.file = torch.device(device), steps, file
         self._ranges = Ranges(model, device)
         self._times = PhaseTimes(device)
         self._profile: ExitStack | None = ExitStack()
@@ -148,7 +150,6 @@ class StepTrace:
         if self._seen is None and name == "data" and step == self.steps.start:
             wait(self.device)
             activities = kernels.activities_of(self.device)
-            self._served = self._profile.enter_context(witness.recording())
             self._seen = self._profile.enter_context(profiled(activities, profile_memory=True))
         if self._seen is None or self.done:
             return
@@ -175,7 +176,12 @@ class StepTrace:
         if not self.done:
             raise ValueError(f"steps {self.steps.start} to {self.steps.stop} were not all taken")
         tree = self._seen.profiler.kineto_results.experimental_event_tree()
-        found, host_ms = allocators.read(tree, self.device.type)
+        host_ms: dict[str, float] = defaultdict(float)
+        for step in tree:
+            if step.name.startswith(STEP):
+                host_ms["step"] += step.duration_time_ns / 1e6
+                for phase in step.children:
+                    host_ms[phase.name] += phase.duration_time_ns / 1e6
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             events = list(self._seen.events())
@@ -196,23 +202,7 @@ class StepTrace:
         steps = len(self.steps)
         for row, column in itertools.product(phases, ("host_ms", "device_ms")):
             row[column] = None if row[column] is None else row[column] / steps
-        memory, top = allocators.table(found, steps), kernels.top(spans, count=50)
-        shapes, notes = self._shapes(found), self._notes()
-        return Report(self.steps, on_gpu, phases, top, memory, shapes, notes)
-
-    def _shapes(self, found: list[allocators.Allocation]) -> list[dict[str, Any]]:
-        """Empty where there is nothing to compare: another model, recomputed or compiled layers."""
-        config, trainer = getattr(self.model, "config", None), self._trainer
-        if trainer is None or not self._ranges.hooked or getattr(config, "checkpoint", "-"):
-            return []
-        served = self._served.backends.most_common(1)
-        if config.attention != "nsa" or not served:
-            return []
-        train, ranks = trainer.config, trainer.parallel.ranks
-        rows = train.batch // (train.accumulate * ranks)
-        return allocators.against_shapes(
-            found, self.model, train.tokens, rows, train.precision, served[0][0]
-        )
+        return Report(self.steps, on_gpu, phases, kernels.top(spans, count=50), self._notes())
 
     def _notes(self) -> list[str]:
         config = getattr(self._trainer, "config", None)
@@ -226,23 +216,16 @@ class StepTrace:
         return []
 
 
+@dataclass(frozen=True)
 class Report:
     """Tables of a profile, a list of rows each: `phases`, {phase, host_ms, device_ms} a step, the
-    step itself last; `kernels`, see `kernels.top`; `memory`, see `allocators.table`; `shapes`, see
-    `allocators.against_shapes`."""
+    step itself last; `kernels`, see `kernels.top`."""
 
-    def __init__(
-        self,
-        steps: range,
-        on_gpu: bool,
-        phases: list[dict[str, Any]],
-        kernels: list[dict[str, Any]],
-        memory: list[dict[str, Any]],
-        shapes: list[dict[str, Any]],
-        notes: list[str],
-    ) -> None:
-        self.steps, self.on_gpu, self.notes = steps, on_gpu, notes
-        self.phases, self.kernels, self.memory, self.shapes = phases, kernels, memory, shapes
+    steps: range
+    on_gpu: bool
+    phases: list[dict[str, Any]]
+    kernels: list[dict[str, Any]]
+    notes: list[str]
 
     @property
     def accounted(self) -> float:
@@ -251,17 +234,10 @@ class Report:
         *phases, step = (row[column] or 0.0 for row in self.phases)
         return sum(phases) / step
 
-    @property
-    def largest(self) -> tuple[str, str] | None:
-        """The part that keeps most by shapes, and the one that does in the profile."""
-        if not self.shapes:
-            return None
-        return self.shapes[0]["part"], max(self.shapes, key=lambda row: row["kept_mib"])["part"]
-
     def write(self, folder: Path) -> None:
-        """profile-phases.csv, -kernels.csv, -memory.csv, -shapes.csv where there are such rows, and
-        profile.txt, which is str(report)."""
-        for name in ("phases", "kernels", "memory", "shapes"):
+        """profile-phases.csv, -kernels.csv where there are such rows, and profile.txt, which is
+        str(report)."""
+        for name in ("phases", "kernels"):
             if rows := getattr(self, name):
                 with (folder / f"profile-{name}.csv").open("w", newline="") as stream:
                     writer = csv.DictWriter(stream, list(rows[0]))
@@ -278,18 +254,7 @@ class Report:
             "",
             "kernels by time" if self.on_gpu else "operators by their own time, all steps together",
             *columns(self.kernels[:SHOWN], {"ms": ".3f", "share": ".1%"}),
-            "",
-            "who holds memory when most is held, beyond what was there before",
-            *columns(self.memory[:SHOWN], {"peak_mib": ".2f", "allocated_mib": ".2f"}),
         ]
-        if self.largest is not None:
-            expected, found = self.largest
-            same = "as" if expected == found else "NOT as"
-            lines += [
-                "",
-                f"kept for the backward: most by {found}, {same} by shapes ({expected})",
-                *columns(self.shapes, {"predicted_mib": ".2f", "kept_mib": ".2f"}),
-            ]
         return "\n".join([*lines, *self.notes])
 
 

@@ -18,19 +18,67 @@ from typing import Any
 
 from nsa.lab.observers.stacks_on_signal import stacks
 
-STEPS = 50  # whose slowest is the pace
+STEPS = 50  # whose median, or slowest, is the pace
 FACTOR = 5.0  # so many times the slowest step is no longer slow
 LEAST_S = 60.0  # a hiccup of a disk or a network takes seconds
 POLL_S = 1.0
 
 
-class Watchdog:
+class Beside:
+    """An observer that notes where the run is, and a thread that looks at it every few seconds.
+
+    A step counts from its "data" to the next one's, so what lies between two steps does, too.
+    """
+
+    def __init__(self, name: str, poll_s: float, clock: Callable[[], float]) -> None:
+        self._name, self._poll_s, self._clock = name, poll_s, clock
+        # step, phase, its start, the step's start or None: one assignment, for the thread reads it
+        self._place: tuple[int | None, str, float, float | None]
+        self._place = (None, "before the first step", clock(), None)
+        self._seconds: deque[float] = deque(maxlen=STEPS)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread; nothing happens if it runs already."""
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def on_phase(self, name: str, step: int) -> None:
+        now, began = self._clock(), self._place[3]
+        if name == "data":
+            if began is not None:
+                self._seconds.append(now - began)
+            began = now
+        self._place = (step, name, now, began)
+
+    def close(self) -> None:
+        """Stops the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _look(self) -> None:
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        while True:
+            # Neither a full disk nor a closed terminal is a reason to fall silent.
+            with contextlib.suppress(Exception):
+                self._look()
+            if self._stop.wait(self._poll_s):
+                return
+
+
+class Watchdog(Beside):
     """An observer that reports a step which takes FACTOR times the slowest of the last STEPS.
 
-    A step counts from its "data" to the next one's, so what lies between two steps does, too; in
-    `aside` nothing is judged. Before one step has ended there is no pace to judge by. A report is a
-    line on stderr, the stacks of all threads in `file`, and a row of `reports`; one more line says
-    when the run goes on. Native code that never gives up the GIL silences it, as it does the
+    In `aside` nothing is judged. Before one step has ended there is no pace to judge by. A report
+    is a line on stderr, the stacks of all threads in `file`, and a row of `reports`; one more line
+    says when the run goes on. Native code that never gives up the GIL silences it, as it does the
     heartbeat.
     """
 
@@ -41,43 +89,31 @@ class Watchdog:
         judges: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """judges: False only notes where the run is."""
+        super().__init__("nsa:watchdog", POLL_S, clock)
         self.reports: list[dict[str, Any]] = []
-        self._file, self._rank, self._clock = file and Path(file), rank, clock
-        self._judges = judges  # False: it only notes where the run is
-        self._seconds: deque[float] = deque(maxlen=STEPS)
-        # step, phase, the step's start, whether it is judged: one assignment, for the thread reads
-        self._place: tuple[int | None, str, float, bool] = (None, "", clock(), False)
+        self._file, self._rank, self._judges = file and Path(file), rank, judges
         self._told: dict[str, Any] | None = None  # the report of this step
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def on_start(self, trainer: Any) -> None:
-        if not self._judges:
-            return
-        self._thread = threading.Thread(target=self._run, name="nsa:watchdog", daemon=True)
-        self._thread.start()
+        if self._judges:
+            self.start()
 
     def on_phase(self, name: str, step: int) -> None:
-        before, _, began, judged = self._place
-        if name != "data":
-            self._place = (step, name, began, judged)
-            return
-        now = self._clock()
-        self._goes_on(now - began)
-        if judged and before is not None:
-            self._seconds.append(now - began)
-        self._place = (step, name, now, True)
+        if name == "data":
+            self._goes_on()
+        super().on_phase(name, step)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Around what is no step: an evaluation, a checkpoint."""
-        step, phase, began, _ = self._place
-        self._goes_on(self._clock() - began)
-        self._place = (step, phase, began, False)
+        self._goes_on()
+        step, phase, *_ = self._place
+        self._place = (step, phase, self._clock(), None)
         try:
             yield
         finally:
-            self._place = (None, phase, self._clock(), False)
+            self._place = (None, phase, self._clock(), None)
 
     def bound_s(self) -> float | None:
         """How long a step may take; None before one has ended."""
@@ -85,9 +121,10 @@ class Watchdog:
 
     def check(self) -> None:
         """Reports the step that takes too long, once."""
-        (step, phase, began, judged), bound = self._place, self.bound_s()
-        seconds = self._clock() - began
-        if not judged or bound is None or seconds <= bound or self._told is not None:
+        (step, phase, _, began), bound = self._place, self.bound_s()
+        if began is None or bound is None or self._told is not None:
+            return
+        if (seconds := self._clock() - began) <= bound:
             return
         report = {"step": step, "phase": phase, "rank": self._rank, "seconds": seconds}
         self._told = report | {"bound_s": bound, "lasted_s": None}
@@ -102,22 +139,15 @@ class Watchdog:
             with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as out:
                 out.write(f"step {step}, {phase}, after {seconds:.0f} s\n{stacks()}\n")
 
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+    _look = check
 
-    def _goes_on(self, lasted_s: float) -> None:
-        if self._told is not None:
-            self._told["lasted_s"] = lasted_s
+    def _goes_on(self) -> None:
+        began = self._place[3]
+        if self._told is not None and began is not None:
+            self._told["lasted_s"] = lasted_s = self._clock() - began
             self._say(f"step {self._told['step']} went on after {lasted_s:.0f} s")
             self._told = None
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(f"nsa: rank {self._rank}: {text}", file=sys.stderr, flush=True)
-
-    def _run(self) -> None:
-        while not self._stop.wait(POLL_S):
-            with contextlib.suppress(Exception):  # whatever it is, the training goes on
-                self.check()

@@ -22,15 +22,11 @@ class _Writer:
 
     _out: Any  # what is closed at the end
 
-    def __init__(self, every: int = 1) -> None:
-        if every < 1:
-            raise ValueError(f"every={every} must be at least 1; 1 writes every step's loss")
-        self.every = every
+    def __init__(self) -> None:
         self._losses = Deferred()
 
     def on_step(self, step: int, loss: Tensor) -> None:
-        if step % self.every == 0:
-            self._losses.put((step, time.time()), loss)
+        self._losses.put((step, time.time()), loss)
         self._put_losses(self._losses.ready())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -61,8 +57,8 @@ class CsvWriter(_Writer):
     Raises ValueError for a file that is not such a table.
     """
 
-    def __init__(self, path: str | os.PathLike, every: int = 1) -> None:
-        super().__init__(every)
+    def __init__(self, path: str | os.PathLike) -> None:
+        super().__init__()
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_partial_row(path)
@@ -81,8 +77,8 @@ class TensorBoardWriter(_Writer):
     Raises ModuleNotFoundError without the package tensorboard, saying how to install it.
     """
 
-    def __init__(self, folder: str | os.PathLike, every: int = 1) -> None:
-        super().__init__(every)
+    def __init__(self, folder: str | os.PathLike) -> None:
+        super().__init__()
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:

@@ -8,6 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from whyhung.watch.counting import in_place_of
+
 Result = dict[str, Any]
 
 
@@ -26,24 +28,22 @@ class Steps:
     def __enter__(self) -> Self:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        plain = torch.autograd.backward  # what Tensor.backward calls as well
+        def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def run(tensors: Any, *args: Any, **options: Any) -> Any:
+                roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+                if self._step is not None and not torch.compiler.is_compiling():
+                    self._tell("backward", roots)
+                return plain(tensors, *args, **options)
 
-        def watched(tensors: Any, *args: Any, **options: Any) -> Any:
-            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            if self._step is not None and not torch.compiler.is_compiling():
-                self._tell("backward", roots)
-            return plain(tensors, *args, **options)
-
-        def restore() -> None:
-            if torch.autograd.backward is watched:
-                torch.autograd.backward = plain
+            return run
 
         def stepping(optimizer: Any, *_: Any) -> None:
             if self._step is not None:
                 self._tell("optimizer", optimizer)
 
-        torch.autograd.backward = watched
-        self._undo = [restore, register_optimizer_step_pre_hook(stepping).remove]
+        # which Tensor.backward calls as well
+        undo = in_place_of(torch.autograd, "backward", watched)
+        self._undo = [undo, register_optimizer_step_pre_hook(stepping).remove]
         return self
 
     def __exit__(self, *error: object) -> None:

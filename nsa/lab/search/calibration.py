@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import product
 from statistics import median
 from typing import Any
 
 from nsa.lab.search import factors as known
 from nsa.lab.search.plan import Plan
-from nsa.lab.search.time_model import TimeModel
 from whyhung.process import preflight
 from whyhung.process.deadlines import longest_gap, stall_bound
 from whyhung.process.runner import Spec
@@ -30,13 +29,48 @@ from whyhung.watch.evidence import Evidence, P
 SUBJECT = "nsa.lab.search.calibration:make"
 LAYERS, MOST_TOKENS = (1, 2), 512
 REPEATS = 5  # of which the first warms up
-LEAST_S, MOST_TIMES = (
-    0.1,
-    16,
-)  # each, of several steps where one is short: a few ms are mostly noise
+LEAST_S, MOST_TIMES = 0.1, 16  # each, of several steps where one is short: ms are mostly noise
 BUDGET_S = 20.0  # after which no further point is begun
 DEADLINE_S = 120.0
 EVERY_S = 0.02  # between two looks at P
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Seconds of a step, as a + b L + c L T + d L T T for L layers and T tokens: something fixed,
+    something a layer, the projections, and what is quadratic; none of them negative.
+
+    Another machine, backend, precision or set of observers wants a fit of its own.
+    """
+
+    a: float
+    b: float
+    c: float
+    d: float
+
+    @classmethod
+    def fit(cls, points: Iterable[Mapping[str, Any]]) -> TimeModel:
+        """From points {"layers", "tokens", "seconds"}: least squares without negative terms.
+
+        Each point counts by its relative error (weights 1/t), so that a small one is not lost
+        beside a large one. Good are layers 1 and 2 at three lengths, the least of several times
+        each: 1 % of noise at T 64 to 256 can become 1.4 x at T 2048, too long more than too short.
+        """
+        import numpy as np
+        from scipy.optimize import nnls
+
+        rows = [[x / p["seconds"] for x in _terms(p["layers"], p["tokens"])] for p in points]
+        scale = np.max(rows, axis=0)  # L T T is millions of times the constant
+        found, _ = nnls(rows / scale, np.ones(len(rows)))
+        return cls(*(found / scale).tolist())
+
+    def predict(self, layers: int, tokens: int) -> float:
+        """Seconds of a step with so many layers and tokens."""
+        return sum(a * x for a, x in zip(astuple(self), _terms(layers, tokens), strict=True))
+
+
+def _terms(layers: int, tokens: int) -> tuple[float, float, float, float]:
+    return 1.0, float(layers), float(layers * tokens), float(layers * tokens * tokens)
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,6 @@ class Trials:
     plan: Plan
     ledger: Ledger
     budget_s: float | None = None
-    # Seconds that steps should take, by settings; not the plan's predicted_s and calibrations then.
-    predict: Callable[[dict[str, Any]], float] | None = None
     say: Callable[[Done], None] = lambda done: None
     tell: Callable[[dict[str, Any]], Any] = lambda report: None  # of stalls, as of runner.run
     again: bool = False  # trials that are there are run anew; calibrations are not
@@ -79,11 +77,7 @@ class Trials:
         Several threads may run one each.
         """
         spec, options = self.plan.spec(cell, attempt), self.plan.options(cell)
-        told = ""
-        if self.predict is not None:
-            options["predicted_s"] = self.predict(spec.settings)
-        elif self.plan.calibrate:
-            told = self._calibrate(cell, options, gpu)
+        told = self._calibrate(cell, options, gpu) if self.plan.calibrate else ""
         id, evidence, verdict, cached = self._found_or_run(spec, options, gpu, self.again)
         done = Done(dict(cell), id, verdict, evidence, cached, told)
         with self._lock:
@@ -217,7 +211,6 @@ def bisect(
         kind=plan.kind,
         most=plan.most,
         attempts=plan.attempts,
-        whole_screen=plan.screen,
         seen={name: value for name, value in plan.seen.items() if name in varied},
         say=say,
     )

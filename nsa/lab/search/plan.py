@@ -49,7 +49,6 @@ class Plan:
     kind: str | None = None  # the verdict that a bisection looks for ...
     most: int = 40  # ... in so many trials
     attempts: int = 1  # how often it runs what passes
-    screen: bool = False  # whether it covers all pairs though it found a fault before
     # Values that showed the fault elsewhere: where a bisection begins, all others at the defaults.
     seen: dict[str, Any] = field(default_factory=dict)
     calibrate: bool = False  # its times are measured for each cell, by smaller trials beforehand
@@ -211,7 +210,6 @@ class Plan:
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise ValueError(f"{name}={value!r} must be a number of seconds greater than 0")
         check_switch(self, "calibrate")
-        check_switch(self, "screen")
         if self.calibrate and self.predicted_s is not None:
             raise ValueError(f"predicted_s={self.predicted_s} is given; calibrate would measure it")
         if self.calibrate and script.is_script(self.subject):

@@ -415,11 +415,8 @@ def test_profiled_steps_leave_a_trace_and_tables_that_are_printed(place, capsys)
     assert cli.main([*TINY, "--steps", "4", "--profile", "2:4", "--into", "p"]) == 0
     printed = capsys.readouterr().out
     assert "steps 3 to 4, ms a step; the phases sum to" in printed
-    assert "kept for the backward: most by" in printed
     names = {file.name for file in (place / "p").glob("profile*")}
-    assert names == {f"profile-{n}.csv" for n in ("phases", "kernels", "memory", "shapes")} | {
-        "profile.txt"
-    }
+    assert names == {"profile-phases.csv", "profile-kernels.csv", "profile.txt"}
     assert (place / "p" / "trace-rank0.json.gz").stat().st_size > 1000
     assert len(losses_of(place / "p")) == 4
 

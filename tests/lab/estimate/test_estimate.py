@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nsa.attention.backends import sequential
-from nsa.lab.estimate import search, small, trace
+from nsa.lab.estimate import search, trace
 from nsa.lab.estimate.estimate import estimate, largest
 from nsa.lab.estimate.pretend import gpu_named
 from nsa.lab.measure.recorders import MIB
@@ -48,25 +48,6 @@ def test_what_needs_a_value_is_refused_with_its_name(monkeypatch):
     spec = replace(SPEC, attention="nsa", backend="sequential", tokens=8)
     with pytest.raises(RuntimeError, match=r"_local_scalar_dense.* needs a value.*'sequential'"):
         estimate(spec)
-
-
-SHORT = {"compress_block": 4, "compress_stride": 2, "select_block": 8, "select_count": 4}
-
-
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
-def test_a_long_t_of_sequential_is_foretold_from_short_ones(device, monkeypatch):
-    monkeypatch.setattr(small, "UNIT", 4)
-    spec = TrainingSpec("cpu_test", 32, backend="sequential", layers=1, device=device)
-    spec = replace(spec, changes={"nsa": SHORT | {"window": 16}})
-    exact = estimate(spec)
-    monkeypatch.setattr(small, "LONGEST", 31)
-    found = estimate(spec)
-    assert exact.how == "traced"
-    assert found.how.startswith("from traces of T 4, 8, 12, 16; without the last one the form is ")
-    assert found.uncertainty < 0.01
-    assert "T 32 is 2 times the longest that was traced" not in found.notes
-    for phase, size in exact.phases.items():
-        assert found.phases[phase] == pytest.approx(size, rel=0.01), phase
 
 
 def test_the_largest_fits_and_the_next_does_not():

@@ -124,7 +124,7 @@ class FakeGPU:
     def issue(self, seconds=None):
         self.free_at = max(self.free_at, self.clock.now) + (seconds or self.seconds)
 
-    def event(self, loss):
+    def event(self, device):
         def elapsed_time(later):
             return 1e3 * (later.at - event.at)
 
@@ -158,7 +158,7 @@ def on_a_gpu(monkeypatch):
     made, clock = heartbeat(total_steps=1000)
     gpu = FakeGPU(clock, 0.07)
     made._losses = gpu
-    monkeypatch.setattr(beat, "event_behind", gpu.event)
+    monkeypatch.setattr(beat, "mark", gpu.event)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
 
     def run(first, count, warmup=None):
@@ -223,7 +223,8 @@ def test_a_mark_counts_when_it_happened_however_late_it_is_noticed():
 
 def test_the_file_holds_one_object_a_beat_and_goes_on_where_it_ended(tmp_path):
     for _ in range(2):
-        made, _clock = heartbeat(file=tmp_path / "beat.jsonl", rank=1)
+        made, _clock = heartbeat(file=tmp_path / "beat.jsonl")
+        made.rank = 1
         made.beat()
         made.close()
     beats = [json.loads(text) for text in (tmp_path / "beat.jsonl").read_text().splitlines()]
@@ -256,9 +257,9 @@ def test_the_trainer_tells_the_end_and_the_rank():
     )
     made.on_start(trainer)
     assert (made.total_steps, made.rank) == (500, 3)
-    mine, _ = heartbeat(total_steps=9, rank=1)
+    mine, _ = heartbeat(total_steps=9)
     mine.on_start(trainer)
-    assert (mine.total_steps, mine.rank) == (9, 1)
+    assert (mine.total_steps, mine.rank) == (9, 3)
 
 
 def test_a_line_is_for_people():

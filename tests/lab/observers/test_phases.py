@@ -1,14 +1,15 @@
 import pytest
 import torch
 
+from nsa.lab.observers import phases
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes
 
 STEP = (("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("optimizer", 3.0))
 
 
-def watched(steps=3, phases=STEP, between=5.0, **options):
+def watched(steps=3, phases=STEP, between=5.0):
     now = 0.0  # ms
-    times = PhaseTimes(clock=lambda: now / 1e3, **options)
+    times = PhaseTimes(clock=lambda: now / 1e3)
     for step in range(steps):
         for name, ms in phases:
             times.on_phase(name, step)
@@ -39,15 +40,10 @@ def test_the_phases_of_micro_batches_add_up():
     ]
 
 
-def test_first_steps_can_be_left_out_and_old_ones_are_forgotten():
-    assert {row["step"] for row in watched(5, skip=2).steps()} == {2, 3, 4}
-    assert {row["step"] for row in watched(5, keep=2).steps()} == {3, 4}
+def test_old_steps_are_forgotten(monkeypatch):
+    monkeypatch.setattr(phases, "KEPT", 2)
+    assert {row["step"] for row in watched(5).steps()} == {3, 4}
     assert watched(0).table() == []
-
-
-def test_numbers_of_steps_that_are_no_numbers_are_refused():
-    with pytest.raises(ValueError, match="skip=-1 and keep=1; legal are"):
-        PhaseTimes(skip=-1, keep=1)
 
 
 @pytest.mark.gpu

@@ -81,13 +81,6 @@ def test_another_table_is_left_alone(path):
     assert path.read_text() == "a,b\n1,2\n3"
 
 
-def test_losses_can_be_written_more_rarely(path):
-    write(CsvWriter(path, every=3), *[1.0] * 7)
-    assert column(path, "step") == ["0", "3", "6"]
-    with pytest.raises(ValueError, match="every=0 must be at least 1"):
-        CsvWriter(path, every=0)
-
-
 class Scalars:
     """What SummaryWriter is asked for."""
 

@@ -181,9 +181,9 @@ def test_a_budget_must_be_a_time(fake):
 
 def test_deadlines_and_predictions_reach_the_runner(fake):
     ledger, ran = fake(crashed)
-    made = plan(deadline_s=10, factors={"cache": [False], "fast": [False],
+    made = plan(deadline_s=10, predicted_s=1.5, factors={"cache": [False], "fast": [False],
                                         "deadline_factor": [1.0, 2.0]})  # fmt: skip
-    sweep(made, ledger, predict=lambda settings: 1.5 if settings["fast"] is False else 9.0)
+    sweep(made, ledger)
     assert [asked["deadline_s"] for asked in ran.asked] == [10, 20]
     assert {asked["predicted_s"] for asked in ran.asked} == {1.5}
 

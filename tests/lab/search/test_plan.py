@@ -88,7 +88,6 @@ def test_an_illegal_value_is_refused_with_what_would_do(name, value, message):
         ({"on_stall": True}, "on_stall=True is unknown; known are report, kill"),
         ({"cover": "pair"}, "cover='pair' is unknown; known are all, pairs, triples"),
         ({"kind": "HUNG"}, "the nearest is 'HANG'"),
-        ({"screen": 1}, "screen=1 must be true or false"),
         ({"oracles": ["finit"]}, "no oracle 'finit'; the nearest is 'finite'"),
         ({"subject": "no_such_module:make"}, "there is no module no_such_module"),
         ({"subject": "lab"}, "no module of that name .* as 'package.module:function'"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.lab.search.time_model import TimeModel
+from nsa.lab.search.calibration import TimeModel
 from nsa.model import data
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
@@ -60,15 +60,6 @@ def test_the_time_of_one_token_at_a_time_is_foreseen_from_seconds_of_it(seed):
     foreseen = TimeModel.fit(made).predict(12, 2048)
     assert 58.9 / 2 < foreseen < 58.9 * 2
     assert soft_deadline(foreseen) > 58.9
-
-
-def test_points_that_cannot_be_fitted_are_refused():
-    with pytest.raises(ValueError, match="no points to fit; measure layers 1 and 2"):
-        TimeModel.fit([])
-    with pytest.raises(ValueError, match=r"layers=1, tokens=64, seconds=0.0: all three must be"):
-        TimeModel.fit([{"layers": 1, "tokens": 64, "seconds": 0.0}])
-    with pytest.raises(ValueError, match="layers=0 and tokens=5 must be at least 1"):
-        TimeModel(0.02, 0.01, 1e-4, 3e-7).predict(0, 5)
 
 
 def test_a_soft_deadline_is_three_predictions_times_what_observers_cost():
