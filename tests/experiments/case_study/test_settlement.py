@@ -371,6 +371,16 @@ def test_a_fact_without_a_limit_is_refused(asked):
         Asked("x", "", asked, lambda see: 1.0)
 
 
+def test_a_value_has_functions_and_sources_and_no_builtins(given):
+    def value(text):
+        return facts.evaluated(compile(text, "x", "eval"), given.unread())
+
+    assert value('max(BUSY["CPU"], run("step5")["by layers"][1] - 99)') == 1.04
+    for text, name in (("open('x')", "open"), ("nonesuch", "nonesuch")):
+        with pytest.raises(sources.Lacking, match=f"table:{name}: not there"):
+            value(text)
+
+
 def test_claims_carry_facts_with_their_limits_and_fail_when_contradicted(found):
     made = claims.all_claims(settle(found))
     assert len(made) == len(ROWS)
