@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from nsa.experiments.selfcheck.judged import Judged
-from nsa.workbook import metrics
+from nsa.workbook import metrics, parameters
+from nsa.workbook.files import read_json
 from nsa.workbook.store import Run
 from whyhung.process.trial import Outcome
 
@@ -83,18 +84,25 @@ def throughput(df, folder):
 
 
 def settlement(df, folder):
-    here = room("case_study.settlement", "claims", "table")
-    facts = here.table.from_metrics(df)  # runs from before the rules have none
-    rows = [row for row in here.claims.all_rows() if facts and all_known(row, facts)]
+    """Facts of the run's trials, the reports' figures and the kept runs that it names."""
+    here = room("case_study.settlement", "claims", "facts", "sources")
+    claims, read = here.claims, here.sources
+    given = parameters.read_file(folder / "parameters.yaml")
+    runs = {kind: given[f"{kind}_run"] for kind in read.READERS if given.get(f"{kind}_run")}
+    left = {p.parent.name: read_json(p, {}) for p in folder.glob("trials/*/result.json")}
+    ended = {
+        name: Outcome(one["status"], one["result"], 0.0, one.get("message", ""), 0)
+        for name, one in left.items()
+    }
 
     def claim(row, facts):
-        return here.claims.all_claims(here.claims.settle(facts, [row]))[0]
+        return claims.all_claims(claims.settle(facts, [row]))[0]
 
-    return facts, {row.id: partial(claim, row) for row in rows}
+    def whole(facts):
+        return claims.fewer_undecided_than(claims.settle(facts), given["undecided"])
 
-
-def all_known(row, facts) -> bool:
-    return all(n.removeprefix("not ") in facts for names in row.sides.values() for n in names)
+    rows = {row.id: partial(claim, row) for row in claims.all_rows()}
+    return here.facts.all_facts(read.sources(ended, runs)), rows | {"": whole}
 
 
 def selfcheck(df, folder):

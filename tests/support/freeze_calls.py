@@ -136,11 +136,11 @@ def tracing(df, folder, of):
 
 
 def settlement(df, folder, of):
-    here = room("case_study.settlement", "claims", "facts", "plots", "sources", "table")
-    claims, plots, table = here.claims, here.plots, here.table
+    here = room("case_study.settlement", "facts", "plots", "sources", "table")
+    plots, table = here.plots, here.table
     quoted = here.facts.all_facts(here.sources.sources({}))
     now = [{"fact": f.name, "holds": f.holds} for f in here.facts.of_kind(quoted, "table").values()]
-    found = {
+    return {
         "tables": {
             "metrics": df,
             "memory": table.memory(),
@@ -149,8 +149,6 @@ def settlement(df, folder, of):
         },
         "figures": {"memory": plots.memory(), "microseconds": plots.microseconds()},
     }
-    found["claims"] = {claims.subject(c.claim): c for c in table.judged_again(Run(folder))}
-    return found
 
 
 def selfcheck(df, folder, of):

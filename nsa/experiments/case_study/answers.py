@@ -1,8 +1,12 @@
 """What stored runs answer to the questions of the decision, with the lines that were read."""
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from nsa.experiments.case_study.figures import TARGET_TOKENS_PER_S
 from nsa.workbook.claim import UNDECIDED
@@ -13,6 +17,8 @@ FEWER = 10.0  # times fewer operations, for a step that operations explain
 SAME = 1e-6  # of the largest output: what rounding may make of the same attention in fp64
 ALERT_GIB, LIMIT_GIB = 60.0, 65.0  # the case study's; it says GB, of an allocator that counts MiB
 LAYERS, TOKENS = 12, 2048  # its production model's, which GO or NO-GO is about
+_told = yaml.safe_load(Path(__file__).with_name("decision.yaml").read_text(encoding="utf-8"))
+SENTENCES = _told["sentences"]  # (notebook, beginning), by name
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,11 @@ class Answer:
     where: tuple[str, ...] = ()
 
 
-Ask = Callable[[Stored], Answer]
 NOTHING = Answer(None, "no stored run says")
+
+
+def nothing(stored: Stored) -> Answer:
+    return NOTHING
 
 
 def _late(stored: Stored) -> list[tuple[dict[str, Any], str]]:
@@ -43,18 +52,15 @@ def _late(stored: Stored) -> list[tuple[dict[str, Any], str]]:
     return [(rows[id], carried.get(id, found.where)) for id in ids]
 
 
-def of_late(ask: Callable[[dict[str, Any]], bool]) -> Ask:
-    """Asked of the trial under the old deadline."""
-
-    def answer(stored: Stored) -> Answer:
-        trials = _late(stored)
-        if not trials:
-            return NOTHING
-        (row, where), *_ = trials
-        seen, of = row["config"], f"trial {row['config']['trial']}"
-        return Answer(ask(seen), f"{of}: {seen['verdict']}, in step {row['median']:g}", (where,))
-
-    return answer
+def late_is(stored: Stored, column: str, pattern: str) -> Answer:
+    """Whether that column of the trial under the old deadline begins so."""
+    trials = _late(stored)
+    if not trials:
+        return NOTHING
+    (row, where), *_ = trials
+    seen, of = row["config"], f"trial {row['config']['trial']}"
+    holds = re.match(pattern, seen[column]) is not None
+    return Answer(holds, f"{of}: {seen['verdict']}, in step {row['median']:g}", (where,))
 
 
 def further(stored: Stored) -> Answer:
@@ -120,15 +126,18 @@ def loop_is_attention(stored: Stored) -> Answer:
     return Answer(off <= SAME, told, (run.metrics,))
 
 
-def all_hold(*wanted: tuple[str, str], ranks: int = 1) -> Ask:
-    """That the newest decided sentence of each (notebook, beginning) is a PASS; `ranks`: of runs of
+def all_hold(stored: Stored, *names: str, ranks: int = 1) -> Answer:
+    """Whether the newest decided sentence of each of those SENTENCES is a PASS; `ranks`: of runs of
     at least so many."""
+    wanted = [one for name in names for one in SENTENCES[name]]
+    found = [stored.sentence(*one, among=_ranks(ranks)) for one in wanted]
+    return _joined([s for s in found if s], len(wanted))
 
-    def answer(stored: Stored) -> Answer:
-        found = [stored.sentence(*one, among=_ranks(ranks)) for one in wanted]
-        return _joined([s for s in found if s], len(wanted))
 
-    return answer
+def not_held(stored: Stored, name: str) -> Answer:
+    """The contrary of `all_hold` on two ranks."""
+    found = all_hold(stored, name, ranks=2)
+    return found if found.holds is None else replace(found, holds=not found.holds)
 
 
 def _ranks(least: int) -> Callable[[StoredRun], bool]:
@@ -146,14 +155,6 @@ def _joined(found: list[Sentence], wanted: int) -> Answer:
     if len(found) < wanted or any(s.verdict != "PASS" for s in found):
         return NOTHING
     return Answer(True, "; ".join(s.claim for s in found), where)
-
-
-def negated(ask: Ask) -> Ask:
-    def answer(stored: Stored) -> Answer:
-        found = ask(stored)
-        return found if found.holds is None else replace(found, holds=not found.holds)
-
-    return answer
 
 
 def _factor_matters(stored: Stored, factor: str, least: Collection[str] = ()) -> Answer:
@@ -298,22 +299,3 @@ def _timed_long(row: dict[str, Any]) -> bool:
     """On a GPU, and long enough for a design that is not a toy."""
     timed = "latency" in row["metric"] and _measured(row)
     return timed and is_gpu(row["device"]) and row["x_value"] >= 1024
-
-
-CORRECT = (
-    ("00", "no query of any branch sees a later token"),
-    ("00", r"\d+ backends hold the accuracy rule"),
-    ("00", "the rule turns down "),
-)
-ENDED = (("05", r"all \d+ trials ended"), ("04", r"each of \d+ training cells ran"))
-# A planted lock is told apart, or "none hangs" would say nothing; and no healthy one is accused.
-NO_HANGS = (
-    ("03", r"of \d+ trials that the old rule"),
-    ("03", "the same loop with a lock planted"),
-)
-NO_ALARMS = (("07", "(healthy ones|no control is) called (a )?HANG"),)
-DIFFER = (
-    ("05", "each branch alone is another program"),
-    ("04", r"the \d+ attentions that ran are"),
-    ("02", r"the \d+ backends that ran are"),
-)

@@ -5,9 +5,12 @@ and rows of stored runs and says where; the same runs give the same answers.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
 
 from nsa.experiments.case_study import answers
-from nsa.experiments.case_study.answers import NOTHING, Answer, Ask, all_hold, negated, of_late
+from nsa.experiments.case_study.answers import Answer, all_hold
 from nsa.experiments.case_study.figures import TARGET_TOKENS_PER_S
 from nsa.workbook.identity import PACKAGE
 from nsa.workbook.results import Stored, open_stored
@@ -16,35 +19,25 @@ from nsa.workbook.store import Run
 RIGHT = "attention is attention"  # the rule that other code makes stale
 SUBJECTS = {"loop": "the case study's loop, rebuilt", "today": "today's system"}
 RUNS = PACKAGE.parent / "runs"
-# The commands whose runs hold the evidence.
-LOOP = "nsa run 03 -f notebooks/params/03_h200.yaml"
-RANKS2 = "nsa run 05 -f notebooks/params/05_h200x2.yaml"
-TRIAL = "nsa trial preset=production tokens=2048 steps=20"
-SIZED = {
-    "loop": "nsa run 03 -f notebooks/params/03_production.yaml",
-    "today": (
-        "nsa run 01 -f notebooks/params/h200.yaml; nsa run 04 -f notebooks/params/04_h200.yaml"
-    ),
-}
 
 
 @dataclass(frozen=True)
 class Question:
     """A node: what is asked, what follows either answer, and how it is read for each subject.
 
-    wants: the command whose run would answer for today's system; for the loop that is LOOP.
+    wants: the command whose run would answer for today's system.
     """
 
     text: str
-    yes: str
-    no: str
+    to: tuple[str, str]
+    at: tuple[float, float]
     wants: str
-    today: Ask | None = None
-    loop: Ask | None = None
+    today: tuple[str, ...] = ()
+    loop: tuple[str, ...] = ()
 
     def answer(self, stored: Stored, subject: str) -> Answer:
-        ask = {"today": self.today, "loop": self.loop}[subject]
-        return ask(stored) if ask else NOTHING
+        name, *given = {"today": self.today, "loop": self.loop}[subject] or ("nothing",)
+        return getattr(answers, name)(stored, *given)
 
     def provided_by(self, subject: str) -> str:
         return LOOP if subject == "loop" else self.wants
@@ -55,87 +48,14 @@ class Leaf:
     """A conclusion; `then`: the question that comes after one that is not the end."""
 
     text: str
+    at: tuple[float, float]
     then: str = ""
 
 
-LEAVES = {
-    "PASS": Leaf("PASS: it ends by itself", "differ"),
-    "HANG": Leaf("HANG: nobody is left who could end its wait"),
-    "STALLED": Leaf("STALLED, or SLOW uncounted: its page says why"),
-    "RERUN": Leaf("INCONCLUSIVE: it moves and comes no further; rerun it"),
-    "LEAK": Leaf("FAIL: something grows from step to step"),
-    "ELSEWHERE": Leaf("SLOW: profile it, dispatch is not the cause", "differ"),
-    "DISPATCH": Leaf("SLOW: as many operations as the loop has tokens", "differ"),
-    "INVALID": Leaf("INVALID: the arms ran one program, so they compare nothing"),
-    "WRONG": Leaf("FAIL: it computes something else; mend that before its speed"),
-    "STATIC": Leaf("FAIL: a static graph trains something else"),
-    "BRANCH": Leaf("FAIL: a branch alone lacks gradients; look at that one"),
-    "MISSING": Leaf("FAIL: gradients are missing; the arrival list names them"),
-    "TRANSPORT": Leaf("FAIL: only under one of NCCL and gloo"),
-    "VERSION": Leaf("FAIL: only under one version of torch"),
-    "SOUND": Leaf("PASS: none of the five has a part in it"),
-}
-
-ALONE = [("05", f"{branch} alone: ") for branch in ("cmp", "slc", "win")]
-
-TREE = {
-    # Does anything stand still?
-    "ended": Question(
-        "Did it end by itself?", "PASS", "moves", "nsa run 05; nsa run 04",
-        all_hold(*answers.ENDED), of_late(lambda trial: trial["old_rule"] == "PASS"),
-    ),
-    "moves": Question(
-        "Is it progressing?", "further", "certified", TRIAL,
-        loop=of_late(lambda trial: trial["verdict"] == "SLOW"),
-    ),
-    "certified": Question(
-        "Is it certified that\nnothing ends its wait?", "HANG", "STALLED", TRIAL,
-        loop=of_late(lambda trial: trial["verdict"].startswith("HANG")),
-    ),
-    "further": Question(
-        "Does it come further\nin twice the time?", "state", "RERUN", TRIAL,
-        loop=answers.further,
-    ),
-    "state": Question(
-        "Is the state alike after\nsteps 4 and 5?", "operations", "LEAK", TRIAL,
-        loop=all_hold(("03", "between steps 4 and 5")),
-    ),
-    "operations": Question(
-        "Do operations\nexplain the time?", "DISPATCH", "ELSEWHERE", TRIAL,
-        loop=answers.operations_explain,
-    ),
-    # Does a comparison mean anything, and is what it computes right?
-    "differ": Question(
-        "Do the arms differ?", "correct", "INVALID", "nsa run 02; nsa run 04; nsa run 05",
-        all_hold(*answers.DIFFER), answers.arms_differ,
-    ),
-    "correct": Question(
-        "Is it correct?", "static", "WRONG", "nsa run 00",
-        all_hold(*answers.CORRECT), answers.loop_is_attention,
-    ),
-    # The five of the reports.
-    "static": Question(
-        "Does a static graph\nchange it?", "STATIC", "branch", RANKS2,
-        negated(all_hold(("05", "a static graph trains the same"), ranks=2)),
-    ),
-    "branch": Question(
-        "Does one branch alone\nlack gradients?", "BRANCH", "missing",
-        "nsa run 05 -f notebooks/params/05_branches.yaml", negated(all_hold(*ALONE, ranks=2)),
-    ),
-    "missing": Question(
-        "Are gradients missing?", "MISSING", "gloo", RANKS2,
-        negated(all_hold(("05", "ddp: "), ranks=2)),
-    ),
-    "gloo": Question(
-        "Is it otherwise under\ngloo than under NCCL?", "TRANSPORT", "version",
-        f"nsa run 05 -p device=cpu; {RANKS2}", answers.transport_matters,
-    ),
-    "version": Question(
-        "Is it otherwise under\nanother torch?", "VERSION", "SOUND",
-        "nsa run 05 in an environment with another torch, or nsa run 08 with the factor python",
-        answers.version_matters,
-    ),
-}  # fmt: skip
+_told = yaml.safe_load(Path(__file__).with_name("decision.yaml").read_text(encoding="utf-8"))
+LOOP, SIZED = _told["commands"]["loop"], _told["commands"]["sized"]  # commands for the evidence
+TREE = {name: Question(**one) for name, one in _told["tree"].items()}
+LEAVES = {name: Leaf(**one) for name, one in _told["leaves"].items()}
 
 
 def evidence(live: Run | None = None) -> Stored:
@@ -177,7 +97,8 @@ class Decision:
 
 
 def _next(node: str, answer: Answer) -> str:
-    return TREE[node].yes if answer.holds else TREE[node].no
+    yes, no = TREE[node].to
+    return yes if answer.holds else no
 
 
 def decide(stored: Stored, subject: str) -> Decision:
@@ -217,10 +138,10 @@ def go(stored: Stored, subject: str) -> list[Reason]:
     """Whether the production training could start on this system, rule by rule."""
     least, most = TARGET_TOKENS_PER_S
     size = f"{answers.LAYERS} layers at T {answers.TOKENS}, batch 1"
-    hangs = answers.NO_HANGS if subject == "loop" else (*answers.ENDED, *answers.NO_ALARMS)
+    hangs = ["no hangs"] if subject == "loop" else ["ended", "no alarms"]
     ended, correct = TREE["ended"], TREE["correct"]
     reasons = [
-        Reason("nothing hangs", all_hold(*hangs)(stored),
+        Reason("nothing hangs", all_hold(stored, *hangs),
                f"{ended.provided_by(subject)}; nsa run 07"),
         Reason(f"below {answers.LIMIT_GIB:g} GiB, alert from {answers.ALERT_GIB:g} on, {size}",
                answers.peak(stored, subject), SIZED[subject]),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from claim_calls import claims_of
 from places import committed_root
 
 from nsa.experiments.case_study import figures
@@ -370,6 +371,16 @@ def test_a_fact_without_a_limit_is_refused(asked):
         Asked("x", "", asked, lambda see: 1.0)
 
 
+def test_a_value_has_functions_and_sources_and_no_builtins(given):
+    def value(text):
+        return facts.evaluated(compile(text, "x", "eval"), given.unread())
+
+    assert value('max(BUSY["CPU"], run("step5")["by layers"][1] - 99)') == 1.04
+    for text, name in (("open('x')", "open"), ("nonesuch", "nonesuch")):
+        with pytest.raises(sources.Lacking, match=f"table:{name}: not there"):
+            value(text)
+
+
 def test_claims_carry_facts_with_their_limits_and_fail_when_contradicted(found):
     made = claims.all_claims(settle(found))
     assert len(made) == len(ROWS)
@@ -387,7 +398,9 @@ def test_claims_carry_facts_with_their_limits_and_fail_when_contradicted(found):
 
 def test_a_stored_run_says_what_todays_rules_make_of_its_numbers():
     run = Run(COMMITTED / "2026-11-24/06_case_study_settlement-666a2464")
-    now = {claim.claim: claim.verdict for claim in table.judged_again(run)}
+    of, calls = claims_of(run.folder)
+    made = [call(of) for call in calls.values()]
+    now = {claim.claim: claim.verdict for claim in made}
     assert {entry["claim"]: entry["verdict"] for entry in run.verdicts()} == now
     changed = [e for e in run.verdicts() if e["verdict"] != e.get("was", e["verdict"])]
     assert [claims.subject(e["claim"]) for e in changed] == ["C20", "H13", "P1", ""]
@@ -435,15 +448,6 @@ def test_what_the_graph_still_holds_is_counted():
     x = torch.ones(8, 8, requires_grad=True)
     assert _kept(lambda: x.exp()) == 8 * 8 * 4
     assert _kept(lambda: x.exp().argmax() * x.sum()) > _kept(lambda: x.detach().sum() * x.sum())
-
-
-def test_facts_are_read_from_a_runs_metrics_again(found):
-    pandas = pytest.importorskip("pandas")
-    rows = pandas.DataFrame(table.to_metrics(found, {}))
-    rows["config"] = rows["config"].map(json.dumps)
-    again = table.from_metrics(rows)
-    assert verdicts(again) == verdicts(found)
-    assert len(rows) == len(found)
 
 
 def test_the_tables_say_each_row_once_with_value_and_limit(found):

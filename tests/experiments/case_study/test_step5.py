@@ -258,7 +258,7 @@ def test_the_tree_stops_where_evidence_is_missing(healthy, decided):
 
 def test_every_answer_of_the_tree_leads_somewhere():
     known = {*decision.TREE, *decision.LEAVES}
-    led = {to for question in decision.TREE.values() for to in (question.yes, question.no)}
+    led = {to for question in decision.TREE.values() for to in question.to}
     led |= {leaf.then for leaf in decision.LEAVES.values() if leaf.then}
     assert led < known and set(plots.PLACES) == known
 

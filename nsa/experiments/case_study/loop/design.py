@@ -18,8 +18,6 @@ DEFECTS = {
     "truncated_cache": "the window branch reads absolute positions in a cache of the last w tokens",
     "one_key": "one query with is_causal=True sees the first key alone: window and compressed",
     "heads_as_time": "heads of a group stand as queries of one time each: head i sees i + 1 keys",
-    "first_compressed": "the compressed branch returns the first compressed value",
-    "drop_current": "a block counts as selectable once it has ended, so a token's own never does",
     "future_scores": "blocks are scored by a softmax over all compressed keys, later ones included",
     "late_checkpoint": "checkpoint(lambda x: block(x), x) in a loop recomputes the last block",
     "fp16_adamw": "weights and AdamW's states in fp16, where its eps of 1e-8 is 0",
@@ -181,11 +179,7 @@ def _seen(design: Design, tokens: int, t: int) -> tuple[int, int, int]:
         end = min(end, tokens, nsa.window)
     window = max(0, end - max(0, t + 1 - nsa.window))
     compressed = min(compressed_span(nsa).seen(t)[1], count_compressed(tokens, nsa))
-    if design.has("first_compressed"):
-        compressed = min(compressed, 1)
-    if design.has("drop_current"):
-        blocks, cut = (t + 1) // nsa.select_block, 0
-    else:  # its own block, which is always among them, is cut at the query
-        blocks = count_selectable(t + 1, nsa)
-        cut = blocks * nsa.select_block - (t + 1)
+    # Its own block, which is always among them, is cut at the query.
+    blocks = count_selectable(t + 1, nsa)
+    cut = blocks * nsa.select_block - (t + 1)
     return window, compressed, min(blocks, nsa.select_count) * nsa.select_block - cut

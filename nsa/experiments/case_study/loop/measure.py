@@ -22,6 +22,7 @@ from nsa.experiments.case_study.loop.design import design, held
 from nsa.experiments.case_study.loop.model import attend_loop, attend_masked
 from nsa.experiments.case_study.loop.subject import ExhibitLoop
 from nsa.lab.measure.counting import Count
+from nsa.lab.measure.kernels import device_work
 from nsa.lab.measure.recorders import MIB, profiled, recorder_for
 from nsa.reference.nsa import nsa
 
@@ -49,8 +50,8 @@ def count_kernels(step: Callable[[], object]) -> int:
     with profiled([torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    kernels = (event for event in profile.events() if "CUDA" in str(event.device_type))
-    return sum(not event.name.startswith(("Memcpy", "Memset")) for event in kernels)
+    work = device_work(profile.events())
+    return sum(len(at) for name, at in work.items() if not name.startswith(("Memcpy", "Memset")))
 
 
 def memory(spec: dict[str, Any]) -> dict[str, Any]:

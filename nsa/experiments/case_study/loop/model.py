@@ -40,8 +40,6 @@ def attend_loop(inputs: Projected, gate, design: Design) -> Tensor:
     for t in range(inputs.q.shape[1]):
         q_t = inputs.q[:, t].unflatten(1, (design.groups, -1))  # [B, HKV, G, D]
         seen = compressed_span(design.nsa).seen(t)[1]
-        if design.has("first_compressed"):
-            seen = min(seen, 1)
         o_cmp = _copied(q_t, k_cmp[:, :seen], v_cmp[:, :seen], design)
         o_slc = _selected(q_t, inputs, t, design)
         first = max(0, t + 1 - window)
@@ -71,9 +69,6 @@ def _selected(q: Tensor, inputs: Projected, t: int, design: Design) -> Tensor:
     rows = []
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
-            if not ranges[b][h]:
-                rows.append(torch.zeros_like(q[b, h]))
-                continue
             index = torch.cat([torch.arange(*r, device=q.device) for r in ranges[b][h]])
             k, v = inputs.k["slc"][b, index, h], inputs.v["slc"][b, index, h]  # [S, D]
             rows.append(attend(q[b, h], k, v, design.has("heads_as_time")))
@@ -103,11 +98,6 @@ def select_ranges(q: Tensor, k_cmp: Tensor, t: int, design: Design) -> list[list
     scores = torch.einsum("bhgd,bchd->bhgc", q, keys) * q.shape[-1] ** -0.5
     blocks = count_selectable(t + 1, nsa)
     importance = pool(scores.softmax(-1).sum(2), blocks, nsa)[..., :blocks]  # [B, HKV, NB]
-    ended = (t + 1) // nsa.select_block
-    if design.has("drop_current"):
-        importance, blocks = importance[..., :ended], ended
-    if blocks == 0:
-        return [[[] for _ in range(q.shape[1])] for _ in range(q.shape[0])]
     importance[..., : nsa.select_initial] = torch.inf
     importance[..., max(0, blocks - nsa.select_local) :] = torch.inf
     order = importance.argsort(dim=-1, descending=True, stable=True)
@@ -139,9 +129,6 @@ def attend_masked(inputs: Projected, gate, design: Design) -> Tensor:
         "slc": selected_tokens(blocks, tokens, design.nsa) & causal,
         "win": window_visible(positions, design.nsa),
     }
-    if design.has("first_compressed"):
-        first = torch.arange(seen["cmp"].shape[-1], device=q.device) == 0
-        seen["cmp"] = seen["cmp"] & first
     weights = gate(inputs.q.unflatten(2, (design.groups, -1)))  # [B, T, HKV, 3]
     group = design.heads // design.groups
     total = 0
@@ -177,17 +164,7 @@ def _select_dense(inputs: Projected, design: Design) -> Tensor:
         scores = scores.masked_fill(~visible, -torch.inf)
     ranked = importance(scores.softmax(-1).nan_to_num(0.0), nsa)
     ranked = F.pad(ranked, (0, count_selectable(tokens, nsa) - ranked.shape[-1]))
-    if not design.has("drop_current"):
-        return select(ranked, nsa)
-    # As if the query stood at the end of the block before its own.
-    ended = (positions + 1) // nsa.select_block
-    rows = [
-        select(ranked[:, t : t + 1], nsa, first_position=int(ended[t]) * nsa.select_block - 1)
-        if ended[t]
-        else torch.full((*ranked[:, :1].shape[:3], nsa.select_count), -1, device=q.device)
-        for t in range(tokens)
-    ]
-    return torch.cat([row.to(torch.int32) for row in rows], dim=1)
+    return select(ranked, nsa)
 
 
 class Gate(nn.Module):

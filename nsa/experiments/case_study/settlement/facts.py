@@ -1,8 +1,8 @@
 """Facts of the settlement: each compares one number with a limit, so it can come out either way.
 
-facts.yaml says what the number is and what is asked of it; reread.py and asked.py compute it from
-what `Sources` has, and what they read is the fact's evidence. Where a source is missing, or lacks
-what is asked of it, the fact is not known and says why.
+facts.yaml says what the number is, what is asked of it, and how it follows from `Sources`; the
+sources that are read are the fact's evidence. Where one is missing, or lacks what is asked of it,
+the fact is not known and says why.
 """
 
 import math
@@ -10,12 +10,14 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 from nsa.experiments.case_study.figures import STATED
-from nsa.experiments.case_study.settlement import asked, reread
 from nsa.experiments.case_study.settlement.sources import MALFORMED, Lacking, Sources
-from nsa.spelling import choice
+from nsa.experiments.case_study.settlement.values import FUNCTIONS
 
 RELATIONS = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq,
@@ -101,20 +103,36 @@ class Asked:
         return Fact(self.name, self.sentence, value, *form, evidence, why)
 
 
-def all_asked() -> list[Asked]:
-    """Every fact of facts.yaml beside this module, with its value's function.
+class Names(dict[str, Any]):
+    """Names of a `value` expression: FUNCTIONS, and any other is a source."""
 
-    ValueError for one that has no function, or a function without a fact.
+    def __init__(self, see: Sources) -> None:
+        kinds = {kind: lambda name, kind=kind: see[f"{kind}:{name}"] for kind in ("trial", "run")}
+        super().__init__(FUNCTIONS | kinds)
+        self.see = see
+
+    def __missing__(self, name: str) -> Any:
+        return self.see[name]
+
+
+def evaluated(value: CodeType, see: Sources) -> float:
+    return eval(value, {"__builtins__": {}}, Names(see))
+
+
+def all_asked() -> list[Asked]:
+    """Every fact of facts.yaml beside this module.
+
+    SyntaxError for a value that is no expression.
     """
     import yaml
 
-    text = Path(__file__).with_name("facts.yaml").read_text(encoding="utf-8")
-    told, values = yaml.safe_load(text), reread.VALUES | asked.VALUES
-    for name in values:
-        choice("fact", name, told)
-    for name in told:
-        choice("value of a fact", name, values)
-    return [Asked(name, one["is"], one["asked"], values[name]) for name, one in told.items()]
+    told = yaml.safe_load(Path(__file__).with_name("facts.yaml").read_text(encoding="utf-8"))
+    return [
+        Asked(
+            name, one["is"], one["asked"], partial(evaluated, compile(one["value"], name, "eval"))
+        )
+        for name, one in told.items()
+    ]
 
 
 def all_facts(given: Sources, chosen: Iterable[Asked] = ()) -> dict[str, Fact]:

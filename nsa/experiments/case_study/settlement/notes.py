@@ -51,7 +51,7 @@ def dense_mask() -> Found:
         return list(torch.autograd.grad((attention() * weight).sum(), leaves))
 
     error = _apart(gradients(dense), gradients(by_row))
-    seconds = in_turns({"one": lambda: gradients(dense), "many": lambda: gradients(by_row)})
+    seconds = fastest({"one": lambda: gradients(dense), "many": lambda: gradients(by_row)})
     return {"gradient_error": error, "calls_over_one": seconds["many"] / seconds["one"]}
 
 
@@ -80,7 +80,7 @@ def duplicates() -> Found:
     def backward(name: str) -> Callable[[], object]:
         return lambda: torch.autograd.grad(outputs[name].sum(), keys, retain_graph=True)
 
-    seconds = in_turns({name: backward(name) for name in outputs})
+    seconds = fastest({name: backward(name) for name in outputs})
     slower = seconds["many"] / seconds["none"]
     return {"gradient_error": error, "indexing_slowdown": slower, "device": device_name()}
 
@@ -232,22 +232,31 @@ def syncs() -> Found:
         with mock.patch.object(model, "_merged", replaying):
             step()
 
-    seconds = in_turns({"with": step, "without": replayed})
+    seconds = fastest({"with": step, "without": replayed})
     share = 1 - seconds["without"] / seconds["with"]
     return {"share": share, **seconds, "device": device_name()}
 
 
-def in_turns(arms: dict[str, Callable[[], object]], rounds: int = 15) -> dict[str, float]:
-    """Seconds of each arm in its fastest round: other work on the machine only ever adds to one."""
+def in_turns(
+    arms: dict[str, Callable[[], object]],
+    rounds: int = 15,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of each arm in each round, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, arm in arms.items():
-            started = time.perf_counter()
+            started = clock()
             arm()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - started)
-    return {name: min(seconds) for name, seconds in times.items()}
+            times[name].append(clock() - started)
+    return times
+
+
+def fastest(arms: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of each arm in its fastest round: other work on the machine only ever adds to one."""
+    return {name: min(seconds) for name, seconds in in_turns(arms).items()}
 
 
 def _kept(forward: Callable[[], Tensor]) -> int:

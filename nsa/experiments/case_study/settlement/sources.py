@@ -79,7 +79,8 @@ def sources(
 
 
 def read(kind: str, run: str, root: Path = RUNS) -> Found:
-    """The numbers of that run; Lacking where it is gone, or has not what its kind needs.
+    """The numbers of that run, or of a record "name.json" in a day's folder; Lacking where it is
+    gone, or has not what its kind needs.
 
     ValueError for a kind that READERS does not have.
     """
@@ -87,28 +88,21 @@ def read(kind: str, run: str, root: Path = RUNS) -> Found:
         raise ValueError(f"no fact reads a run as {kind!r}; there are {', '.join(READERS)}")
     if not run:
         raise Lacking("no run was named")
-    try:
-        folder = _found(run, root)
-    except ValueError as error:
-        raise Lacking(str(error)) from None
+    if run.endswith(".json"):
+        folder = min(root.glob(f"*/{run}"), default=None)
+        if folder is None:
+            raise Lacking(f"no record {run!r} in a folder of {root}")
+    else:
+        try:
+            folder = Store(root).find(run)
+        except ValueError as error:
+            raise Lacking(str(error)) from None
     try:
         return READERS[kind](folder)
     except Lacking:
         raise
     except MALFORMED as error:
         raise Lacking(f"{folder.name} has not what `{kind}` needs: {error!r}") from None
-
-
-def _found(run: str, root: Path) -> Path:
-    """A run's folder, or a record that is a file of its own, "name.json", in a day's folder.
-
-    ValueError where there is none.
-    """
-    if not run.endswith(".json"):
-        return Store(root).find(run)
-    for path in sorted(root.glob(f"*/{run}")):
-        return path
-    raise ValueError(f"no record {run!r} in a folder of {root}")
 
 
 def claimed(folder: Path, *sentences: str) -> Found:
@@ -124,11 +118,7 @@ def rows(folder: Path, metric: str, **config: Any) -> list[tuple[float, Found]]:
     frame = metrics.read(folder / "metrics.csv")
     frame = frame[frame["metric"] == metric]
     found = zip(frame["median"], metrics.configs(frame), strict=True)
-    wanted = [
-        (value, has)
-        for value, has in found
-        if all(has.get(key) == asked for key, asked in config.items())
-    ]
+    wanted = [(value, has) for value, has in found if has == has | config]
     if not wanted:
         raise Lacking(f"{folder.name} has no row of {metric} with {config}")
     return wanted
@@ -148,11 +138,10 @@ def step5(folder: Path) -> Found:
     plain |= dict.fromkeys(("aux_stats", "tracing", "blocking"), False)
     still = [has["trial"] for _, has in reached if has["verdict"].startswith(("HANG", "STALLED"))]
     frame = metrics.read(folder / "metrics.csv")
-    steps = frame[frame["operation"] == "step"]
-    of = {(r["backend"], r["x_value"], r["metric"]): r["median"] for r in steps.to_dict("records")}
-    tokens = min(x for path, x, _ in of if path == "masked")
+    times = frame[(frame["operation"] == "step") & (frame["metric"] == "latency")]
+    of = {(r["backend"], r["x_value"]): r["median"] / 1e3 for r in times.to_dict("records")}
+    tokens = min(x for path, x in of if path == "masked")
     return {
-        "trials": len(by_trial),
         "standing still": len(still),
         "reached": {"plain": by_trial[watched["trials"][0]]} | arms,
         "watched standing still": sum(
@@ -164,8 +153,7 @@ def step5(folder: Path) -> Found:
         ],
         "by deadline": longer["found"]["reached"],
         "by layers": layers["found"]["reached"],
-        "operations": {path: of[path, tokens, "operations"] for path in ("loop", "masked")},
-        "seconds": {path: of[path, tokens, "latency"] / 1e3 for path in ("loop", "masked")},
+        "seconds": {path: of[path, tokens] for path in ("loop", "masked")},
     }
 
 
@@ -184,30 +172,25 @@ def sharding(folder: Path) -> Found:
 
 
 def ranks(folder: Path) -> Found:
-    """Of 05: trials that neither ended nor were refused, ranks, and the gradients' largest error
-    against one process."""
+    """Of 05: trials that neither ended nor were refused, and the gradients' largest error against
+    one process."""
     entries = read_json(folder / "verdicts.json", [])
     ended = next(e["evidence"] for e in entries if "trials ended, or were refused" in e["claim"])
-    errors = next(e["evidence"] for e in entries if e["claim"].startswith("gradients of "))
-    names = {name.rpartition("rank ")[2] for name in ended}
     return {
-        "ranks": len(names),
         "not ended": sum(status not in ("ok", "refused") for status in ended.values()),
-        "trials": len(ended),
-        "largest error": max(errors.values()),
+        "largest error": max(claimed(folder, "gradients of ").values()),
     }
 
 
 def versions(record: Path) -> Found:
-    """Of nsa.experiments.case_study.loop.versions: torches, and how far the loop's operations and
-    losses are apart under them, the furthest of its designs."""
+    """Of nsa.experiments.case_study.loop.versions: how far the loop's operations and losses are
+    apart under two torches, the furthest of its designs."""
     designs = [one["rows"] for one in read_json(record, {})["designs"]]
     torches = sorted({row["torch"] for rows in designs for row in rows})
     if len(torches) < 2:
         raise Lacking(f"{record.name} has not two versions of torch, but {torches}")
     counts = [[row["forward"] + row["backward"] for row in rows] for rows in designs]
     return {
-        "torches": torches,
         "operations": max(max(each) / min(each) for each in counts),
         "losses": max(row["loss_apart"] for rows in designs for row in rows),
     }

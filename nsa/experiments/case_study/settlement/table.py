@@ -7,15 +7,8 @@ import pandas
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.case_study.figures import ALL_TIMINGS, held_out_us
 from nsa.experiments.case_study.loop.design import peak_mib
-from nsa.experiments.case_study.settlement import claims
 from nsa.experiments.case_study.settlement.claims import Settled
-from nsa.experiments.case_study.settlement.facts import Fact, all_facts, of_kind, short
-from nsa.experiments.case_study.settlement.sources import READERS, sources
-from nsa.workbook import parameters
-from nsa.workbook.claim import Claim
-from nsa.workbook.files import read_json
-from nsa.workbook.metrics import configs
-from nsa.workbook.store import Run
+from nsa.experiments.case_study.settlement.facts import Fact, of_kind, short
 from whyhung.process.trial import Outcome
 
 
@@ -114,34 +107,3 @@ def to_metrics(found: Mapping[str, Fact], ended: Mapping[str, Outcome]) -> list[
         config = {"trial": name, "outcome": one.status}
         rows.append(("settlement", "trial", "latency", "s", seconds, config, ran_on[name]))
     return [dict(zip(columns, row, strict=True)) for row in rows]
-
-
-def judged_again(run: Run) -> list[Claim]:
-    """The claims of a stored run by today's rules, of its trials, the reports' figures and the kept
-    runs that it names."""
-    given = parameters.read_file(run.folder / "parameters.yaml")
-    runs = {kind: given[f"{kind}_run"] for kind in READERS if given.get(f"{kind}_run")}
-    left = {p.parent.name: read_json(p, {}) for p in run.folder.glob("trials/*/result.json")}
-    ended = {
-        name: Outcome(one["status"], one["result"], 0.0, one.get("message", ""), 0)
-        for name, one in left.items()
-    }
-    settled = claims.settle(all_facts(sources(ended, runs)))
-    return [
-        *claims.all_claims(settled),
-        claims.fewer_undecided_than(settled, given["undecided"]),
-    ]
-
-
-def from_metrics(table: pandas.DataFrame) -> dict[str, Fact]:
-    """The facts that `to_metrics` wrote, without their sentences; none of an older run's."""
-    found = {}
-    rows = zip(configs(table), table["median"], table["unit"], strict=True)
-    for config, value, unit in rows:
-        if "limit" in config:
-            known = None if pandas.isna(value) else float(value)
-            form = config["relation"], config["limit"], "" if unit == "1" else unit
-            evidence = tuple(config["evidence"])
-            name = config["fact"]
-            found[name] = Fact(name, "", known, *form, evidence, config["why"])
-    return found

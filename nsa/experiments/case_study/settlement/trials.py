@@ -13,7 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,8 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 from nsa.config import NSAConfig
 from nsa.experiments.case_study.loop import measure
-from nsa.experiments.case_study.loop.design import SEQUENTIAL, design
-from nsa.experiments.case_study.loop.model import build
+from nsa.experiments.case_study.loop.design import SEQUENTIAL
 from nsa.experiments.case_study.loop.subject import ExhibitLoop, last_step, make
 from nsa.experiments.case_study.settlement import notes
 from nsa.lab import sweep
@@ -85,33 +86,21 @@ def _in_turns(loops: dict[str, ExhibitLoop], rounds: int) -> dict[str, list[floa
 
     Of the processor, on the one thread of a trial: others' work does not count.
     """
-    for loop in loops.values():
-        loop.step(0)
-    found: dict[str, list[float]] = {name: [] for name in loops}
-    for i in range(1, rounds + 1):
-        for name, loop in loops.items():
-            started = time.process_time()
-            loop.step(i)
-            found[name].append(time.process_time() - started)
-    return found
+    steps = {name: partial(next, map(loop.step, count())) for name, loop in loops.items()}
+    found = notes.in_turns(steps, rounds + 1, time.process_time)
+    return {name: seconds[1:] for name, seconds in found.items()}
 
 
 def beside_the_step() -> Found:
     """Median seconds of a step, of making its batch, and of a line of CSV that is flushed."""
-    loop = make({"tokens": 32, **SILENT})
-    times: dict[str, list[float]] = {"step_s": [], "data_s": [], "write_s": []}
+    loop, steps = make({"tokens": 32, **SILENT}), count()
     with tempfile.TemporaryFile("w") as log:
         parts = {
-            "step_s": loop.step,
-            "data_s": loop.batch,
-            "write_s": lambda i: (log.write(f"{i},5.6914,1e-05,20\n"), log.flush()),
+            "step_s": lambda: loop.step(next(steps)),
+            "data_s": lambda: loop.batch(1),
+            "write_s": lambda: (log.write("1,5.6914,1e-05,20\n"), log.flush()),
         }
-        for i in range(8):
-            for name, part in parts.items():
-                started = time.perf_counter()
-                part(i)
-                times[name].append(time.perf_counter() - started)
-    return {name: median(seconds) for name, seconds in times.items()}
+        return {name: median(seconds) for name, seconds in notes.in_turns(parts, 8).items()}
 
 
 def operations() -> Found:
@@ -134,22 +123,13 @@ def state() -> Found:
 
 def checkpointing() -> Found:
     """Gradients of 4 layers with each block recomputed, the bound one or the last."""
-    tokens = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0))
-
-    def gradients(on: bool, *defects: str) -> tuple[float, list[torch.Tensor]]:
-        model = build(design("tiny", layers=4, path="masked", defects=defects), checkpointing=on)
-        _, loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        blocks = [torch.cat([p.grad.flatten() for p in b.parameters()]) for b in model.blocks]
-        return loss.item(), blocks
-
-    plain_loss, plain = gradients(False)
-    found = {}
-    for name, defects in (("bound", ()), ("late", ("late_checkpoint",))):
-        loss, blocks = gradients(True, *defects)
-        errors = [float((g - w).norm() / w.norm()) for g, w in zip(blocks, plain, strict=True)]
-        found[name] = {"loss": loss, "plain_loss": plain_loss, "errors": errors}
-    return found
+    changes = {"layers": 4, "path": "masked", "defects": []}
+    found = measure.gradients({"tokens": 32, "changes": changes})
+    return {
+        name: {"loss": found["loss"][name], "plain_loss": found["loss"]["plain"]}
+        | {"errors": found[name]}
+        for name in ("bound", "late")
+    }
 
 
 def recompiles() -> Found:

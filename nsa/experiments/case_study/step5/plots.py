@@ -172,15 +172,7 @@ def memory_table(layers: int = 5):
     return fig
 
 
-PLACES = {
-    "ended": (0, 6), "PASS": (0, 4.5), "moves": (1, 6), "certified": (1, 4.5), "HANG": (0.5, 3.3),
-    "STALLED": (1.5, 3.3), "further": (2, 6), "RERUN": (2, 4.5), "state": (3, 6), "LEAK": (3, 4.5),
-    "operations": (4, 6), "DISPATCH": (4, 4.5), "ELSEWHERE": (5, 4.5),
-    "differ": (0, 1.5), "INVALID": (0, 0), "correct": (1, 1.5), "WRONG": (1, 0),
-    "static": (2, 1.5), "STATIC": (2, 0), "branch": (3, 1.5), "BRANCH": (3, 0),
-    "missing": (4, 1.5), "MISSING": (4, 0), "gloo": (5, 1.5), "TRANSPORT": (5, 0),
-    "version": (6, 1.5), "VERSION": (6, 0), "SOUND": (6, 3),
-}  # fmt: skip
+PLACES = {name: one.at for name, one in (TREE | LEAVES).items()}
 MIDDLE = {"ha": "center", "va": "center", "fontsize": 8}
 TAKEN = {"loop": "#D55E00", "today": BLUE}  # told apart by colour-blind readers
 
@@ -189,7 +181,9 @@ def decision_tree(decisions: list[Decision]):
     """The tree with the way that each subject's evidence takes through it."""
     ways = {d.subject: set(pairwise(d.nodes)) for d in decisions}
     colours = {node: TAKEN[one.subject] for one in decisions for node in one.nodes}
-    arrows = [(n, to, word) for n, q in TREE.items() for to, word in ((q.yes, "yes"), (q.no, "no"))]
+    arrows = [
+        (n, to, w) for n, q in TREE.items() for to, w in zip(q.to, ("yes", "no"), strict=True)
+    ]
     arrows += [(name, leaf.then, "") for name, leaf in LEAVES.items() if leaf.then]
     with looks.style():
         fig, (axes,) = looks.panels(1, 5.6)
