@@ -119,7 +119,7 @@ def test_evidence_is_refused_before_anything_runs(place, capsys):
 
 
 def test_a_plan_of_trials_and_one_of_notebooks_are_told_apart(place, capsys, tmp_path):
-    assert cli.main(["sweep", "plan.yaml"]) == 2
+    assert cli.main(["trial", "sweep", "plan.yaml"]) == 2
     assert "plan.yaml is a plan of notebooks: nsa batch plan.yaml" in capsys.readouterr().err
     (tmp_path / "plan.yaml").write_text("factors: {layers: [1, 2]}")
     assert "unknown key 'factors'" in nsa(capsys)[2]

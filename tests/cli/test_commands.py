@@ -156,13 +156,12 @@ def test_a_wrong_duration_is_refused(text):
 
 
 def test_every_command_and_option_has_a_help_text_that_is_shown(capsys):
-    top = cli.parser()
-    (commands,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    assert len(commands.choices) == 26
-    for parser in (top, *commands.choices.values()):
+    top, commands = cli.parsers()
+    assert len([name for name in commands if " " not in name]) == 16
+    for parser in (top, *commands.values()):
         assert parser.description, parser.prog
         for action in parser._actions:
-            assert action.help or action is commands, f"{parser.prog} {action.dest}"
+            assert action.help or action.choices is commands, f"{parser.prog} {action.dest}"
         with pytest.raises(SystemExit) as stopped:
             cli.main([*parser.prog.split()[1:], "--help"])
         assert stopped.value.code == 0
@@ -250,8 +249,17 @@ def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("name", ["judge", "results"])
+@pytest.mark.parametrize("name", cli.GONE)
 def test_a_command_that_is_gone_names_its_successor(name, capsys):
-    assert cli.main([name, "02"]) == 2
+    assert cli.main([*name.split(), "02"]) == 2
     said = one_line(capsys)
-    assert f"there is no nsa {name} any more; nsa site" in said
+    assert f"there is no nsa {name} any more; " in said
+    _, commands = cli.parsers()
+    new = re.search(r"\bnsa ([a-z]+)(?: ([a-z]+))?", said.partition(";")[2])
+    assert "whyhung" in said or " ".join(filter(None, new.groups())) in commands or new[1] == "site"
+
+
+def test_commands_of_two_words_are_listed_by_the_help_of_the_first(capsys):
+    _, commands = cli.parsers()
+    for two in (name for name in commands if " " in name):
+        assert f"nsa {two}:" in commands[two.split()[0]].format_help()

@@ -33,7 +33,7 @@ class Told:
 
 
 class Watch:
-    """`nsa watch -- COMMAND`: lines on stderr, and a page in its folder."""
+    """`whyhung watch -- COMMAND`: lines on stderr, and a page in its folder."""
 
     name = "nsa"
 
@@ -53,7 +53,7 @@ class Watch:
         lines = run.err().split("\n")[:-1]
         for number in range(self.seen, len(lines)):
             line = lines[number]
-            if not line.startswith("nsa"):
+            if not line.startswith(("nsa ", "whyhung ")):
                 continue
             if RETRACTED.search(line):
                 self.retracted += 1
@@ -108,7 +108,7 @@ class ByHand:
 
 
 class Attach(ByHand):
-    """`nsa attach --all-ranks PID`."""
+    """`whyhung attach --all-ranks PID`."""
 
     name = "attach"
 

@@ -245,7 +245,7 @@ def arguments(given=None):
     parser.add_argument("--seconds", type=float, default=120, help="a hang lives after its fault")
     parser.add_argument("--keep", type=float, default=KEEP, help="and after it was told")
     parser.add_argument("--timeout", type=float, default=30, help="of torch's own, in seconds")
-    parser.add_argument("--nsa", default=f"{sys.executable} -m nsa", help="the command of nsa")
+    parser.add_argument("--nsa", default=f"{sys.executable} -m whyhung", help="what watches")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("hangs"))
     parser.add_argument("--list", action="store_true", help="only list the programs")
     return parser.parse_args(given)

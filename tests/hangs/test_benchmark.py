@@ -18,7 +18,7 @@ folder, said = pathlib.Path(sys.argv[3]), {said!r}
 child = subprocess.Popen(sys.argv[sys.argv.index("--") + 1 :])
 time.sleep(1.5)
 for line in said:
-    print("nsa watch:", line, file=sys.stderr, flush=True)
+    print("whyhung watch:", line, file=sys.stderr, flush=True)
     if "HANG" in line:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.txt").write_text(line + chr(10) + "HANG:lock; rule: stub")
@@ -183,7 +183,7 @@ def test_tools_that_read_dumps_find_nothing_in_a_healthy_program(tmp_path, monke
 def test_three_programs_are_scored_with_nsa_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("HANGS_SCALE", "0.2")
     only = "nested_submit,join_before_get,thread_pool"
-    rows = scored(tmp_path, f"{sys.executable} -m nsa", only, "--seconds", "90")
+    rows = scored(tmp_path, f"{sys.executable} -m whyhung", only, "--seconds", "90")
     assert all(row["valid"] for row in rows.values()), rows
     assert rows["nested_submit"]["told"] and rows["nested_submit"]["line"]
     assert not any(row["told"] for row in rows.values() if row["healthy"])

@@ -1,6 +1,7 @@
 """Watches a program's processes from outside: samples, looks where progress rests, reports.
 
-A trial's supervisor, `nsa watch` and `nsa attach` are observers. Nothing of the program is changed.
+A trial's supervisor, `whyhung watch` and `whyhung attach` are observers. Nothing of the program is
+changed.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def watch(
     try:
         kills = {"HANG": on_hang == "kill", "STALLED": on_stall == "kill"}
         watcher = _Watcher(process, cookie, inner, evidence, reports, shared, kills, limit_s)
-        thread = threading.Thread(target=watcher.run, name="nsa watch", daemon=True)
+        thread = threading.Thread(target=watcher.run, name="whyhung watch", daemon=True)
         thread.start()
         _until_it_ends(process, watcher.hears)
         watcher.stop.set()

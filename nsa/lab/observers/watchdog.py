@@ -1,7 +1,7 @@
 """Tells when a training stands still, by its own pace, and where; nothing is ended.
 
 What it costs is a thread that looks at a clock. Who waits for whom, and whether it can ever go on,
-is what `nsa attach PID --all-ranks` and `nsa watch` find out, which look from outside.
+is what `whyhung attach PID --all-ranks` and `whyhung watch` find out, which look from outside.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Watchdog:
             f"step {step} stands still in {phase!r}: {seconds:.0f} s, {FACTOR:g} times the slowest "
             f"of the last {len(self._seconds)} steps is {bound:.0f} s"
             + (f"; stacks are in {self._file}" if self._file else "")
-            + f"; nsa attach {os.getpid()} --all-ranks says who waits for whom"
+            + f"; whyhung attach {os.getpid()} --all-ranks says who waits for whom"
         )
         if self._file is not None:
             with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as out:

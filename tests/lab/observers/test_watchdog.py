@@ -60,7 +60,7 @@ def test_a_step_that_takes_many_times_the_slowest_is_told_once_with_its_place(
     assert (report["step"], report["phase"], report["rank"]) == (3, "backward", 1)
     assert (report["bound_s"], report["seconds"]) == (2000.0, 2010.0)
     said = capsys.readouterr().err
-    assert "rank 1: step 3 stands still in 'backward': 2010 s" in said and "nsa attach" in said
+    assert "rank 1: step 3 stands still in 'backward': 2010 s" in said and "whyhung attach" in said
     assert "step 3, backward" in (tmp_path / "stall.txt").read_text()
     dog.on_phase("data", 4)
     assert report["lasted_s"] == 6990.0 and "went on after 6990 s" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from processes import environment_with_package, wait_until_there
 from whyhung.watch import inside
 
 pytestmark = pytest.mark.processes
-WATCH = [sys.executable, "-m", "nsa", "watch", "--folder", "seen", "--"]
+WATCH = [sys.executable, "-m", "whyhung", "watch", "--folder", "seen", "--"]
 COMMANDS = "where\nnext\np number\nc\n"  # of somebody who debugs
 
 

@@ -43,12 +43,12 @@ AT_WORK = "import time\nend = time.time() + 60\nwhile time.time() < end:\n    su
 
 @pytest.fixture
 def started(tmp_path):
-    """Starts `nsa ARGUMENTS` in a folder with script.py; what is left of it is ended after."""
+    """Starts `whyhung ARGUMENTS` in a folder with script.py; what is left of it is ended after."""
     processes = []
 
     def start(*arguments, script=LOCKED, **options):
         (tmp_path / "script.py").write_text(script)
-        command = [sys.executable, "-m", "nsa", *map(str, arguments)]
+        command = [sys.executable, "-m", "whyhung", *map(str, arguments)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.PIPE}
         made = subprocess.Popen(
             command, cwd=tmp_path, text=True, env=environment_with_package(), **pipes, **options
@@ -117,7 +117,7 @@ def test_what_stood_stays_when_the_user_ends_it(started, tmp_path, send):
     _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
     said = "ended by you (SIGINT) while: HANG: rank 0 waits"
-    assert err.splitlines()[-1].startswith(f"nsa watch: {said}") and STUCK_AT in err
+    assert err.splitlines()[-1].startswith(f"whyhung watch: {said}") and STUCK_AT in err
     assert "withdrawn" not in err and err.count("KeyboardInterrupt") == 1
     page = (tmp_path / "seen" / "report.txt").read_text()
     assert page.startswith(said) and "Who waits for whom" in page

@@ -1,11 +1,12 @@
-"""`nsa watch` and `nsa attach` on the command line: exit codes, and what is refused."""
+"""`whyhung watch` and `whyhung attach` on the command line: exit codes, and what is refused."""
 
 import subprocess
 import sys
 
 import pytest
 
-from nsa.cli import main as cli
+from nsa.cli import main as nsa
+from whyhung import cli
 from whyhung.process import attaching, watching
 from whyhung.verdict import Verdict
 from whyhung.watch.evidence import Evidence
@@ -14,7 +15,7 @@ from whyhung.watch.evidence import Evidence
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["watch"], 2, "no command; write: nsa watch -- python train.py"),
+        (["watch"], 2, "no command; write: whyhung watch -- python train.py"),
         (["watch", "--", "no-such-command"], 127, "no-such-command: command not found"),
         (["watch", "--", "/"], 126, "/ cannot be run: Permission denied"),
         (["watch", "--folder", "a", "--node-folder", "b", "--", "true"], 2, "give one of them"),
@@ -49,7 +50,8 @@ def test_attach_fails_where_something_stands_still(kind, code, monkeypatch, caps
 
 @pytest.mark.processes
 def test_a_watched_folder_can_be_explained(tmp_path, capsys):
-    command = [sys.executable, "-m", "nsa", "watch", "--folder", tmp_path / "seen", "--", "true"]
+    folder = str(tmp_path / "seen")
+    command = [sys.executable, "-m", "whyhung", "watch", "--folder", folder, "--", "true"]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
-    assert cli.main(["explain", str(tmp_path / "seen")]) == 0
+    assert cli.main(["explain", folder]) == nsa.main(["explain", folder]) == 0
     assert "PASS" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`nsa dumps` on the command line: exit codes, the first lines, JSON."""
+"""`whyhung dumps` on the command line: exit codes, the first lines, JSON."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 from places import ROOT
 from recorder_entries import entry
 
-from nsa.cli import main as cli
+from whyhung import cli
 
 AT = [{"filename": "/me/train.py", "line": 31, "name": "step"}]
 
