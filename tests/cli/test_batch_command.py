@@ -9,7 +9,7 @@ from batches import NAMES, PLAN, MadeUp, opened, write_plan
 
 from nsa.cli import batch as command
 from nsa.cli import main as cli
-from nsa.workbook import store
+from nsa.workbook import opening
 from nsa.workbook.batch import driver, show
 from nsa.workbook.files import write_json
 
@@ -41,7 +41,7 @@ def test_a_dry_run_writes_nothing_and_tells_how_many_and_how_long(place, capsys,
 
 
 def stored(name, full, seconds, **facts):
-    folder = store.create_folder("runs", name)
+    folder = opening.create_folder("runs", name)
     kept = {"notebook": "01_tiny", "status": "ok", "seconds": seconds, "started": "2026"}
     write_json(folder / "record.json", kept)
     write_json(folder / "environment.json", {"gpus": [], **facts})
@@ -128,7 +128,7 @@ def test_a_plan_of_trials_and_one_of_notebooks_are_told_apart(place, capsys, tmp
 def test_a_terminal_shows_a_bar_and_what_a_running_job_printed_last(place, capsys, monkeypatch):
     batch = opened()
     job = batch.jobs[0]
-    run = store.create_folder("runs", "01_tiny-x")
+    run = opening.create_folder("runs", "01_tiny-x")
     (run / "stdout.log").write_text("one\ntwo of three\n")
     job.folder.mkdir(parents=True)
     write_json(job.folder / "started.json", {"run": str(run)})

@@ -15,7 +15,7 @@ import nsa
 from nsa import workbook
 from nsa.cli import main as cli
 from nsa.cli import options
-from nsa.workbook import store
+from nsa.workbook import opening
 from nsa.workbook.files import write_json
 
 ROOT = Path(nsa.__file__).parents[1]
@@ -180,7 +180,7 @@ def test_no_runs_are_said_and_are_an_empty_list(place, capsys):
 
 
 def test_a_lost_run_shows_as_lost_and_exits_with_1(place, capsys):
-    folder = store.create_folder("runs", "01_tiny-12345678")
+    folder = opening.create_folder("runs", "01_tiny-12345678")
     old = "2020-01-01T00:00:00+00:00"
     content = {"run_id": folder.name, "status": "running", "heartbeat": old, "started": old}
     write_json(folder / "record.json", content)
@@ -208,7 +208,7 @@ def test_a_package_is_brought_by_the_extra_that_lists_it(module, extra):
 
 
 def test_runs_without_pandas_say_what_to_install(place, capsys, monkeypatch):
-    store.create_folder("runs", "01_tiny-12345678")
+    opening.create_folder("runs", "01_tiny-12345678")
     write_json(next((place / "runs").glob("*/*")) / "record.json", {"status": "failed"})
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert cli.main(["runs"]) == 2
@@ -226,7 +226,7 @@ def test_a_name_that_is_like_none_gets_all_there_are_and_no_guess(place, capsys,
 
 def test_a_run_that_is_like_none_gets_the_latest(place, capsys):
     for number in range(8):
-        folder = store.create_folder("runs", f"01_tiny-1234567{number}")
+        folder = opening.create_folder("runs", f"01_tiny-1234567{number}")
         write_json(folder / "record.json", {"status": "ok", "started": f"2026-11-0{number + 1}"})
     assert cli.main(["show", "zzz"]) == 2
     assert "the latest are 01_tiny-12345673, " in one_line(capsys)

@@ -48,7 +48,6 @@ THIN, THIN_FILES = 40, 32  # files with fewer lines, `__init__` aside, and how m
 CIRCLES = [
     {"nsa.kernels.hopper.launches", "nsa.kernels.hopper.scores", "nsa.kernels.topk"},
     {"nsa.workbook.browse", "nsa.workbook.loaded"},
-    {f"nsa.workbook.{name}" for name in ("engine", "interactive", "report", "run", "store")},
     {"whyhung.watch.counting", "whyhung.watch.progress", "whyhung.watch.steps"},
 ]
 

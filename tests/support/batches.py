@@ -2,7 +2,7 @@
 
 from sample_notebooks import SET_UP, write_notebook
 
-from nsa.workbook import record, store
+from nsa.workbook import opening, record
 from nsa.workbook.batch.place import outcome
 from nsa.workbook.batch.plan import read_plan
 from nsa.workbook.batch.state import Batch
@@ -67,7 +67,7 @@ class MadeUp:
             reason = reason.pop(0) if isinstance(reason, list) else reason
             content = read_json(job.file)
             assert not outcome(job.folder).ended, "a child would leave it as it is"
-            run = store.create_folder(content["root"], content["name"])
+            run = opening.create_folder(content["root"], content["name"])
             status = record.STATUS_OF.get(reason, "running")
             kept = {"run_id": run.name, "status": status, "stop_reason": None, "seconds": 2.0}
             if status != "running":

@@ -15,7 +15,7 @@ from typing import Any
 
 from nsa.spelling import nearest
 from nsa.workbook import environment, identity, parameters
-from nsa.workbook.run import Planned
+from nsa.workbook.opening import Planned
 from whyhung.cli import seconds
 
 SCHEMA = Path(__file__).with_name("plan.schema.json")
