@@ -47,7 +47,6 @@ THIN, THIN_FILES = 40, 32  # files with fewer lines, `__init__` aside, and how m
 # Files that import each other, inside functions too; each is to be opened.
 CIRCLES = [
     {"nsa.kernels.hopper.launches", "nsa.kernels.hopper.scores", "nsa.kernels.topk"},
-    {"nsa.workbook.browse", "nsa.workbook.loaded"},
     {"whyhung.watch.counting", "whyhung.watch.progress", "whyhung.watch.steps"},
 ]
 
