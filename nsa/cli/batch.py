@@ -66,14 +66,14 @@ def batch(arguments) -> int:
     if arguments.dry_run:
         print(text(show.table(found)[:ASK]))
         print("".join(f"changed since it began: {one}\n" for one in found.changed()), end="")
-        print(f"{len(found.states):,} jobs: {show.counted(found)}\n{expected}")
+        print(f"{len(found.jobs):,} jobs: {show.counted(found)}\n{expected}")
         return GOOD
     _ask(found, expected, arguments)
     with show.live(found, arguments.quiet) as (picture, say):
         say(f"{plan.path}: {expected}")
         options = {"retry": arguments.retry, "budget_s": arguments.budget}
         driver = Driver(found, place, **options, show=picture, say=say)
-        states = driver.run()
+        jobs = driver.run()
     if arguments.json:
         print(json.dumps(show.table(found), indent=2))
     else:
@@ -83,11 +83,11 @@ def batch(arguments) -> int:
         print(text(rows) if rows else "all ran")
         print(show.counted(found) + (f" ({driver.why})" if driver.why else ""))
         print("".join(f"{line}\n" for line in show.failures(found)), end="")
-        if any(state.status == "failed" for state in states):
+        if any(job.status == "failed" for job in jobs):
             print("what failed is run again with --retry")
-        if not all(state.status in ("ok", "failed") for state in states):
+        if not all(job.status in ("ok", "failed") for job in jobs):
             print("the same command goes on")
-    return GOOD if all(state.good for state in states) else FAILED
+    return GOOD if all(job.good for job in jobs) else FAILED
 
 
 def _settings(texts: list[str]) -> dict:

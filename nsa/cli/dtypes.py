@@ -1,4 +1,4 @@
-"""`nsa dtypes`: in which dtypes a checkpoint's or a preset's numbers are."""
+"""`nsa env dtypes`: in which dtypes a checkpoint's or a preset's numbers are."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from nsa.cli.options import FAILED, GOOD, command
 
 def add(commands) -> None:
     """Its parser."""
-    made = command(commands, dtypes, "--runs", "--json")
+    made = command(commands, dtypes, "--runs", "--json", under="env")
     text = "a checkpoint (any .pt of tensors), a folder of them, a run (id or latest), or a preset"
     made.add_argument("what", metavar="CHECKPOINT|RUN|PRESET", help=text)
 

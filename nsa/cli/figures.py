@@ -1,4 +1,4 @@
-"""`nsa figures`: the headline plots, each redrawn from the newest run that has its rows."""
+"""`nsa runs figures`: the headline plots, each redrawn from the newest run that has its rows."""
 
 import contextlib
 import importlib
@@ -12,8 +12,8 @@ from nsa.workbook import metrics, places
 HEAD = """\
 # Figures
 
-Written by `nsa figures`, by hand never: each is drawn from the records of the newest committed run
-that has what it shows, by the rules of [figures.yaml]({rules}), and names that run at its foot.
+Written by `nsa runs figures`, by hand never: each is drawn from the records of the newest committed
+run that has what it shows, by the rules of [figures.yaml]({rules}), and names that run at its foot.
 `nsa run` puts the plots of the latest good run here as well, as `<notebook>--<plot>`; those are not
 in git.
 """
@@ -22,7 +22,7 @@ RULES = Path(__file__).with_suffix(".yaml")
 
 def add(commands) -> None:
     """Its parser."""
-    made = command(commands, figures)
+    made = command(commands, figures, under="runs")
     text = "their folder; default: %(default)s"
     made.add_argument("--to", metavar="DIR", default=places.beside("figures"), help=text)
     text = "of all runs that ended; default: of those that git tracks, where it tracks any"

@@ -30,23 +30,34 @@ ALIASES = {"yaml": "pyyaml", "jinja2": "nbconvert", "bs4": "nbconvert"}
 # Commands of earlier versions, and what does their work now.
 GONE = {
     "judge": "nsa site shows every claim with its run's own verdict, device, commit and age",
-    "watch": "whyhung watch runs any program and reports when it stands still",
-    "attach": "whyhung attach looks at a job that runs already",
-    "dumps": "whyhung dumps reads what a job that is gone left",
     "results": "nsa site --committed writes every claim of the committed runs to claims.html",
+    "keep": "write nsa runs keep RUN",
+    "figures": "write nsa runs figures",
+    "runs --prune": "write nsa runs prune --older AGE",
+    "runs --older": "write nsa runs prune --older AGE",
+    "init": "write nsa notebooks init FOLDER",
+    "sweep": "write nsa trial sweep PLAN",
+    "selfcheck": "write nsa trial selfcheck",
+    "dtypes": "write nsa env dtypes WHAT",
+    "decide": "write nsa explain --decide",
+    "watch": "write whyhung watch -- COMMAND",
+    "attach": "write whyhung attach PID",
+    "dumps": "write whyhung dumps FOLDER",
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; a wrong request prints one line to stderr."""
-    known, argv = parser(), sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in GONE:
-        print(f"nsa: there is no nsa {argv[0]} any more; {GONE[argv[0]]}", file=sys.stderr)
-        return BAD_INPUT
+    (top, commands), argv = parsers(), sys.argv[1:] if argv is None else argv
+    two = " ".join(argv[:2])
+    for name in (two, *argv[:1]):
+        if name in GONE:
+            print(f"nsa: there is no nsa {name} any more; {GONE[name]}", file=sys.stderr)
+            return BAD_INPUT
     if not argv:
-        known.print_help(sys.stderr)
+        top.print_help(sys.stderr)
         raise SystemExit(BAD_INPUT)
-    arguments = known.parse_args(argv)
+    arguments = top.parse_args([two, *argv[2:]] if two in commands else argv)
     try:
         code = arguments.command(arguments)
         sys.stdout.flush()  # here, where a reader that is gone can still be caught
@@ -66,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         return FAILED
 
 
-def parser() -> argparse.ArgumentParser:
+def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of `nsa`, and that of each command, by its name of one word or two."""
     top = argparse.ArgumentParser(
         prog="nsa",
         description="Run the workbook's notebooks, look at what they found, train its models.",
@@ -89,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
         selfcheck,
     ):
         family.add(commands)
-    return top
+    return top, commands.choices
 
 
 def extra_with(module: str) -> str:

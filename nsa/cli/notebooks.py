@@ -1,11 +1,9 @@
-"""`nsa notebooks`, `init`, `run`, `runs`, `show`, `keep`, `judge`, `env`, `report`, `results` and
-`decide`: what can run, what ran, and what follows from it."""
+"""`nsa notebooks`, `run`, `runs`, `show`, `report` and `env`: what can run, and what ran."""
 
 import json
 import sys
 from pathlib import Path
 
-from nsa.cli import retention
 from nsa.cli.options import FAILED, GOOD, SEVERAL, command, duration, share
 from nsa.spelling import pair
 
@@ -27,13 +25,12 @@ def add(commands) -> None:
     option("--again", action="store_true", help="run also when this very run exists")
     option("--quiet", action="store_true", help="no progress bar")
     share(made, "--notebooks", "--runs", "--evidence")
-    retention.options(command(commands, runs, "--json", "--runs"))
+    command(commands, runs, "--json", "--runs")
+    command(commands, keep, "run", "--runs", under="runs")
     command(commands, show, "run", "--runs")
-    command(commands, keep, "run", "--runs")
-    command(commands, env, "--json")
     command(commands, report, "run", "--runs")
-    command(commands, decide, "--runs")
-    made = command(commands, init)
+    command(commands, env, "--json")
+    made = command(commands, init, under="notebooks")
     made.add_argument("folder", metavar="FOLDER", help="made where it is not there")
 
 
@@ -97,9 +94,7 @@ def run(arguments) -> int:
 
 
 def runs(arguments) -> int:
-    """List the runs, oldest first; --prune names those that may go, and --yes removes them."""
-    if retention.asked(arguments):
-        return retention.prune(arguments)
+    """List the runs, oldest first."""
     from nsa.workbook.files import plain
     from nsa.workbook.store import open_store
 
@@ -177,28 +172,6 @@ def report(arguments) -> int:
     print(render(folder))
     print(index(arguments.runs))
     return GOOD
-
-
-def decide(arguments) -> int:
-    """Hung, slow, wrong or sound, and GO or NO-GO: of the case study's loop and of today's system,
-    from stored runs. Exit code 0 if today's system is GO."""
-    from nsa.experiments.case_study import decision
-    from nsa.workbook.results import open_stored
-
-    stored = open_stored(arguments.runs)
-    for subject, name in decision.SUBJECTS.items():
-        decided, rules = decision.decide(stored, subject), decision.go(stored, subject)
-        print(f"{name[0].upper()}{name[1:]}: {decision.verdict(rules)}")
-        for node, answer in decided.path:
-            word = {True: "yes", False: "no", None: "no evidence"}[answer.holds]
-            print(f"  {decision.TREE[node].text.replace(chr(10), ' ')} {word}: {answer.because}")
-            print("".join(f"      {arguments.runs}/{one}\n" for one in answer.where), end="")
-        print(f"  = {decided.conclusion}")
-        for rule in rules:
-            print(f"  {rule}")
-            print("".join(f"      evidence {age}\n" for age in rule.ages), end="")
-            print("".join(f"      {arguments.runs}/{one}\n" for one in rule.answer.where), end="")
-    return GOOD if decision.verdict(rules) == "GO" else FAILED
 
 
 def _print_run(run, status: str, message: str) -> None:

@@ -40,13 +40,21 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def command(
-    commands, function: Callable[[argparse.Namespace], int], *shared: str
+    commands, function: Callable[[argparse.Namespace], int], *shared: str, under: str = ""
 ) -> argparse.ArgumentParser:
     """A parser for `nsa NAME`, which calls the function of that name; its result is the exit code.
 
     The function's docstring is the help. The parser has the options of SHARED that are named.
+    `under` another command it is `nsa THAT NAME`, and the help of that one lists it.
     """
-    made = hung.command(commands, function)
+    if under:
+        # argparse cannot tell a sub-command from a positional argument of `nsa trial`
+        text = " ".join((function.__doc__ or "").split())
+        made = commands.add_parser(f"{under} {function.__name__}", description=text)
+        made.set_defaults(command=function)
+        commands.choices[under].add_argument_group(made.prog, text)
+    else:
+        made = hung.command(commands, function)
     share(made, *shared)
     return made
 

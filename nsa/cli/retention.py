@@ -1,4 +1,4 @@
-"""`nsa rm RUN` and `nsa runs --prune`: removal of runs. What git tracks always stays."""
+"""`nsa rm` and `nsa runs prune`: removal of runs. What git tracks always stays."""
 
 import argparse
 import json
@@ -21,31 +21,16 @@ def age(text: str) -> float:
     return float(found[1]) * {"h": DAY_S / 24, "d": DAY_S, "w": 7 * DAY_S}[found[2]]
 
 
-def options(made: argparse.ArgumentParser) -> None:
-    """The options of `nsa runs` that are about pruning."""
-    option = made.add_argument
-    text = "name the runs older than --older that git does not track"
-    option("--prune", action="store_true", help=text)
-    option("--older", type=age, metavar="AGE", help="prune: began longer ago: 12h, 30d, 8w")
-    option("--yes", action="store_true", help="prune: remove them, and not only name them")
-
-
 def add(commands) -> None:
-    """The parser of `nsa rm`."""
+    """Their parsers."""
+    made = command(commands, prune, "--json", "--runs", under="runs")
+    text = "what began longer ago: 12h, 30d, 8w"
+    made.add_argument("--older", type=age, metavar="AGE", required=True, help=text)
+    made.add_argument("--yes", action="store_true", help="remove them, and not only name them")
     made = command(commands, rm)
     text = "ids, their beginnings, paths, or latest; what git tracks is refused"
     made.add_argument("names", nargs="+", metavar="RUN", help=text)
     share(made, "--runs")
-
-
-def asked(arguments) -> bool:
-    """True if --prune was given. ValueError for its options without it, and for it without age."""
-    given = [name for name in ("older", "yes") if getattr(arguments, name)]
-    if given and not arguments.prune:
-        raise ValueError(f"--{given[0]} belongs to --prune; write nsa runs --prune --older 30d")
-    if arguments.prune and arguments.older is None:
-        raise ValueError("--prune needs to know what may go: --older 30d")
-    return arguments.prune
 
 
 def prune(arguments) -> int:

@@ -1,4 +1,4 @@
-"""`nsa selfcheck`: runs faults and programs that this machine can hold, and judges each blind."""
+"""`nsa trial selfcheck`: run faults and programs that this machine can hold, and judge each."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from nsa.experiments.selfcheck.faults.registry import GROUPS
 
 def add(commands) -> None:
     """Its parser."""
-    option = command(commands, selfcheck).add_argument
+    option = command(commands, selfcheck, under="trial").add_argument
     text = "these alone; may be given several times"
     option("--group", choices=GROUPS, help=text, **SEVERAL)
     text = "programs written before the rules were frozen, or after"

@@ -1,4 +1,4 @@
-"""`nsa trial`, `sweep`, `bisect` and `explain`: supervised trials, a plan of them, a verdict."""
+"""`nsa trial`, `trial sweep`, `bisect` and `explain`: supervised trials, plans and verdicts."""
 
 import signal
 import sys
@@ -28,7 +28,7 @@ def add(commands) -> None:
     made.add_argument("--memory-snapshot", nargs="?", const="1", metavar="STEP", help=text)
     share(made, "--trials", "--again")
 
-    made = command(commands, sweep, "plan", "--budget")
+    made = command(commands, sweep, "plan", "--budget", under="trial")
     text = "also on several GPUs, which else have a trial each: those share a host"
     made.add_argument("--one-at-a-time", action="store_true", help=text)
     made.add_argument("--list", action="store_true", help="tell what would be run, and end")
@@ -37,7 +37,10 @@ def add(commands) -> None:
     command(commands, bisect, "plan", "--budget", "--trials")
 
     made = command(commands, explain)
-    made.add_argument("trial", metavar="TRIAL", help="id, its beginning, its folder, or latest")
+    text = "id, its beginning, its folder, or latest"
+    made.add_argument("trial", nargs="?", metavar="TRIAL", help=text)
+    text = "instead of a trial: hung, slow, wrong or sound, and GO or NO-GO, from all stored runs"
+    made.add_argument("--decide", action="store_true", help=text)
     made.add_argument("--markdown", action="store_true", help="as markdown, for a notebook")
     made.add_argument("--again", action="store_true", help="judge it anew, by today's rules")
     share(made, "--trials", "--runs")
@@ -217,7 +220,12 @@ def gpus_of(plan):
 
 def explain(arguments) -> int:
     """Explain a trial: its verdict, the rule that applied, and the evidence that it read. It is
-    looked for among the trials, then in the runs. Exit code 0 if it passed."""
+    looked for among the trials, then in the runs. Exit code 0 if it passed. With --decide, explain
+    the case study's loop and today's system; exit code 0 if today's system is GO."""
+    if arguments.decide:
+        return decide(arguments)
+    if arguments.trial is None:
+        raise ValueError("which trial? write nsa explain latest, or nsa explain --decide")
     from nsa.lab.search.ledger import Ledger
     from whyhung.verdict import judge
     from whyhung.verdict.explain import page
@@ -266,3 +274,24 @@ def _find(text: str, trials: str, runs: str):
             f"no trial {text!r} among {len(ids)} {places}; the latest are {', '.join(ids[-3:])}"
         )
     return where[found[0]], found[0]
+
+
+def decide(arguments) -> int:
+    """Print what the stored runs decide of the case study's loop and of today's system."""
+    from nsa.experiments.case_study import decision
+    from nsa.workbook.results import open_stored
+
+    stored = open_stored(arguments.runs)
+    for subject, name in decision.SUBJECTS.items():
+        decided, rules = decision.decide(stored, subject), decision.go(stored, subject)
+        print(f"{name[0].upper()}{name[1:]}: {decision.verdict(rules)}")
+        for node, answer in decided.path:
+            word = {True: "yes", False: "no", None: "no evidence"}[answer.holds]
+            print(f"  {decision.TREE[node].text.replace(chr(10), ' ')} {word}: {answer.because}")
+            print("".join(f"      {arguments.runs}/{one}\n" for one in answer.where), end="")
+        print(f"  = {decided.conclusion}")
+        for rule in rules:
+            print(f"  {rule}")
+            print("".join(f"      evidence {age}\n" for age in rule.ages), end="")
+            print("".join(f"      {arguments.runs}/{one}\n" for one in rule.answer.where), end="")
+    return GOOD if decision.verdict(rules) == "GO" else FAILED

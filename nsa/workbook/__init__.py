@@ -5,7 +5,7 @@
 
 from importlib import import_module
 
-_HOME = {"load": "nsa.workbook.loaded", "explore": "nsa.workbook.browse"}
+_HOME = {"load": "nsa.workbook.loaded", "explore": "nsa.workbook.loaded"}
 
 __all__ = [*_HOME]
 

@@ -20,6 +20,7 @@ from papermill.log import logger
 
 from nsa.workbook.files import write_notebook
 from nsa.workbook.kernel import kernel_manager
+from nsa.workbook.record import signals_handled
 from whyhung.process import family
 
 
@@ -227,7 +228,6 @@ class TruthfulEngine(Engine):
 
     @classmethod
     def execute_notebook(cls, nb, kernel_name, **options):
-        from nsa.workbook.run import signals_handled  # here, for importing papermill imports us
 
         def given(*names):
             return {name: options[name] for name in names if name in options}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import nsa
 from nsa.lab import sweep
+from nsa.workbook.files import tracked_files
 from whyhung.process import child, family, preflight
 
 PREFIXES = ("TORCH", "PYTORCH", "CUDA", "CUBLAS", "CUDNN", "NCCL", "TRITON")
@@ -176,7 +177,7 @@ def check_evidence(notebook: str | Path, package: Path = PACKAGE) -> None:
         return
     names = _lines(_git(top, "diff", "HEAD", "--name-only", "-z", *SOURCE))
     names += _lines(_git(top, "ls-files", "-z", "--others", *NEW))
-    if not _git(top, "ls-files", "--", package.name):
+    if not tracked_files(top, package.name):
         names = [f"{package.name}/, none of which is in git"]
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""

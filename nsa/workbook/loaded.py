@@ -1,13 +1,21 @@
-"""A stored run opened in any notebook: numbers as DataFrames, figures, plots drawn anew."""
+"""Stored runs in any notebook: numbers as DataFrames, figures, and curves to look through."""
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
-from nsa.workbook import environment, metrics, parameters, record, store
+from nsa.workbook import environment, looks, metrics, parameters, record, store
+from nsa.workbook.live import Panel
+
+EVERY = "every setup"
+DASHES = ("-", "--", ":", "-.")
+MOST_CURVES = 40
+NAMED = 22  # lines of the legend
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,7 @@ class LoadedRun:
     def metrics(self):
         """metrics.csv, a row a measured number, columns `nsa.workbook.metrics.COLUMNS`, then a
         column for each setting in which rows of one backend, metric and x differ."""
-        from nsa.workbook.browse import with_settings
-
-        return with_settings(self.stored_metrics)
+        return metrics.with_settings(self.stored_metrics)
 
     @cached_property
     def stored_metrics(self):
@@ -80,8 +86,6 @@ class LoadedRun:
 
     def explore(self):
         """The run's numbers to look through: what is measured, over what, of which setup."""
-        from nsa.workbook.browse import explore
-
         return explore(self)
 
     def _json(self, name: str, missing: Any) -> Any:
@@ -125,3 +129,246 @@ def runs_root() -> Path:
     here = Path(os.getcwd())
     found = (folder / "runs" for folder in (here, *here.parents))
     return next((folder for folder in found if folder.is_dir()), here / "runs")
+
+
+def explore(*runs: LoadedRun | str | Path, root: str | Path | None = None) -> Any:
+    """The numbers of these runs of one notebook, laid over each other; without any, a browser of
+    all runs below `root` (by default `runs_root()`). Widgets where they can be
+    moved, else pictures. ValueError for runs of several notebooks, or without a row."""
+    return browser(*runs, root=root).show()
+
+
+def browser(
+    *runs: LoadedRun | str | Path, root: str | Path | None = None, quantity: str = ""
+) -> Panel:
+    """The panel of `explore`; quantity: what it begins with."""
+    opened = [run if isinstance(run, LoadedRun) else load(run, root) for run in runs]
+    notebooks = {str(run.record.get("notebook") or run.id.rpartition("-")[0]) for run in opened}
+    if len(notebooks) > 1:
+        raise ValueError(
+            f"runs of {' and '.join(sorted(notebooks))} measured different things; "
+            "give runs of one notebook"
+        )
+    if opened:
+        library = {next(iter(notebooks)): opened}
+    else:
+        root = runs_root() if root is None else Path(root)
+        library = {}
+        for folder in reversed(store.open_store(root).folders()):
+            run = LoadedRun(folder)
+            library.setdefault(str(run.record.get("notebook", "")), []).append(run)
+    library = {name: list(filter(_has, library[name])) for name in sorted(library)}
+    library = {name: runs for name, runs in library.items() if runs}
+    if not library:
+        what = ", ".join(run.id for run in opened) or f"runs below {root}"
+        raise ValueError(f"no rows to look through in {what}; a run that ended well has some")
+    return _panel(library, bool(opened), quantity)
+
+
+def _has(run: LoadedRun) -> bool:
+    """Whether the run has rows, which is quicker to see than to read them."""
+    try:
+        with (run.folder / "metrics.csv").open("rb") as file:
+            return bool(file.readline() and file.readline())
+    except OSError:
+        return False
+
+
+def _reach(run: LoadedRun) -> int:
+    """At how many x the run measured; 0 for a damaged one."""
+    try:
+        return run.stored_metrics["x_value"].nunique()
+    except ValueError:
+        return 0
+
+
+def _panel(library: Mapping[str, Sequence[LoadedRun]], given: bool, quantity: str) -> Panel:
+    by_id = {run.id: run for runs in library.values() for run in runs}
+
+    @lru_cache(8)
+    def frame(ids: tuple[str, ...]):
+        import pandas
+
+        tables = [by_id[id].stored_metrics.assign(run=id) for id in ids]
+        table = metrics.with_settings(pandas.concat(tables, ignore_index=True))
+        names = [n for n in table if n not in (*metrics.COLUMNS, "run", "quantity")]
+        return table.assign(
+            quantity=[_quantity(r) for r in table[[*metrics.CURVE, "unit"]].to_dict("records")],
+            setup=[_words(r) for r in table[names].to_dict("records")],
+        )
+
+    def quantities(ids: Sequence[str]) -> list[str]:
+        table = frame(tuple(ids))
+        table = table[table["median"].notna()]
+        groups = table.groupby("quantity", sort=False)
+        lengths, points = groups["x_value"].nunique(), groups.size()
+        return sorted(points.index, key=lambda name: (-lengths[name], -points[name]))
+
+    def setups(ids: Sequence[str], quantity: str) -> list[str]:
+        table = frame(tuple(ids))
+        there = list(dict.fromkeys(table[table["quantity"] == quantity]["setup"]))
+        return [EVERY, *there] if len(there) > 1 else [EVERY]
+
+    def chosen(runs: Sequence[str], quantity: str, setup: str):
+        table = frame(tuple(runs))
+        table = table[table["quantity"] == quantity]
+        return table if setup == EVERY else table[table["setup"] == setup]
+
+    def curves(notebook: str, runs: Sequence[str], quantity: str, setup: str):
+        if not runs:
+            raise ValueError("choose a run; with Ctrl or Shift several")
+        return overlay(chosen(runs, quantity, setup), quantity)
+
+    def told(notebook: str, runs: Sequence[str], quantity: str, setup: str) -> list[str]:
+        return [*map(_about, (by_id[id] for id in runs)), *unlike([by_id[id] for id in runs])]
+
+    def controls(start: Mapping[str, Any]) -> dict[str, Any]:
+        import ipywidgets as widgets
+
+        wide = {"layout": {"width": "440px"}, "style": {"description_width": "70px"}}
+        ids = [run.id for run in library[start["notebook"]]]
+        return {
+            "notebook": widgets.Dropdown(
+                options=list(library), value=start["notebook"], description="notebook", **wide
+            ),
+            "quantity": widgets.Dropdown(
+                options=quantities(start["runs"]), value=start["quantity"],
+                description="what", **wide,
+            ),
+            "runs": widgets.SelectMultiple(
+                options=ids, value=start["runs"], description="runs", rows=min(5, len(ids)), **wide
+            ),
+            "setup": widgets.Dropdown(
+                options=setups(start["runs"], start["quantity"]), value=start["setup"],
+                description="setup", **wide,
+            ),
+        }  # fmt: skip
+
+    def adjust(controls: Mapping[str, Any], name: str, value: Any) -> None:
+        if name == "notebook":
+            ids = [run.id for run in library[value]]
+            controls["runs"].options, controls["runs"].value = ids, ids[:1]
+        ids = controls["runs"].value
+        if ids and name in ("notebook", "runs"):
+            _offer(controls["quantity"], quantities(ids))
+        if ids and name != "setup":
+            _offer(controls["setup"], setups(ids, controls["quantity"].value))
+
+    # without a wish the newest run that draws curves rather than points
+    newest = sorted(by_id.values(), key=_started, reverse=True)
+    first = next((run for run in newest if _reach(run) > 2), newest[0])
+    notebook = next(name for name, runs in library.items() if first in runs)
+    ids = tuple(run.id for run in library[notebook])
+    ids = ids if given else (first.id,)
+    there = quantities(ids)
+    quantity = quantity if quantity in there else there[0]
+    start = {"notebook": notebook, "runs": ids, "quantity": quantity, "setup": EVERY}
+    return Panel(start, {"curves": curves}, told, controls, adjust)
+
+
+def _started(run: LoadedRun) -> str:
+    return str(run.record.get("started"))
+
+
+def _offer(control: Any, options: Sequence[str]) -> None:
+    """These options, keeping what was chosen where it is among them."""
+    before = control.value
+    control.options = options
+    control.value = before if before in options else options[0]
+
+
+def overlay(rows, quantity: str):
+    """Every curve of these rows, with its spread from q20 to q80 shaded: colours are backends where
+    each has one curve a run, dashes are runs. Beyond MOST_CURVES the rest is left out, and said."""
+    from matplotlib.figure import Figure
+
+    keys = [name for name in ("run", "backend", "setup") if rows[name].nunique() > 1]
+    groups = list(rows.groupby(["run", "backend", "setup"], sort=False))
+    runs = list(dict.fromkeys(rows["run"]))
+    plain = all(
+        part["setup"].nunique() == 1 for _, part in rows.groupby(["run", "backend"], sort=False)
+    )
+    with looks.style():
+        fig = Figure(figsize=(9.6, 4.2), layout="none", dpi=100)
+        axes = fig.subplots()
+        fig.subplots_adjust(left=0.085, right=0.985 if len(groups) == 1 else 0.7, top=0.92,
+                            bottom=0.13)  # fmt: skip
+        lowest, highest, lines = float("inf"), 0.0, 0
+        for number, ((run, backend, setup), line) in enumerate(groups[:MOST_CURVES]):
+            if line["x_value"].isna().all():  # rows over nothing stand one beside the other
+                line = line.assign(x_value=range(len(line)))
+            line = line.drop_duplicates("x_value", keep="last").sort_values("x_value")
+            good = line[line["median"].notna()]
+            if not len(good):
+                continue
+            names = {"run": run.rpartition("-")[2], "backend": backend, "setup": setup}
+            label = fill(", ".join(names[key] for key in keys if names[key]), 44)
+            colour, marker = looks.look(backend) if plain else looks.series(number)
+            x = good["x_value"]
+            style = DASHES[runs.index(run) % len(DASHES)]
+            marker = marker if len(good) < 60 else ""
+            lines += 1 + label.count("\n")
+            look = {"color": colour, "marker": marker, "label": label if lines <= NAMED else None}
+            axes.plot(x, good["median"], style, **look)
+            axes.fill_between(x, good["q20"], good["q80"], color=colour, alpha=0.15, lw=0)
+            lowest, highest = min(lowest, good["median"].min()), max(highest, good["median"].max())
+        x = rows["x_value"].dropna()
+        if len(x) and rows["x_name"].iloc[0] == "tokens" and x.min() > 0:
+            axes.set_xscale("log", base=2)
+            looks.plain_ticks(axes, x)
+        elif len(x) and (x % 1 == 0).all():  # there is no step 2.5
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        if 0 < lowest < highest / 20:
+            looks.log_axis(axes.yaxis)
+        else:
+            axes.ticklabel_format(axis="y", useOffset=False)
+        axes.set(xlabel=rows["x_name"].iloc[0] or "row", ylabel=rows["unit"].iloc[0])
+        more = f"{len(groups) - MOST_CURVES} more curves are not shown"
+        looks.title(axes, quantity, more if len(groups) > MOST_CURVES else "")
+        if len(groups) > 1:
+            axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return fig
+
+
+def unlike(runs: Sequence[LoadedRun]) -> list[str]:
+    """What keeps these runs from being compared like with like: parameters, devices and versions
+    that differ, a sentence each."""
+    if len(runs) < 2:
+        return []
+    facts: dict[str, list[str]] = {}
+    for run in runs:
+        known = environment.provenance(run.environment)
+        known["device"] = store.Run(run.folder).devices()
+        for name in ("device", "torch", "triton", "commit"):
+            facts.setdefault(name, []).append(str(known.get(name) or "unknown"))
+    names = sorted({name for run in runs for name in run.parameters})
+    for name in names:
+        values = [run.parameters.get(name, "not a parameter then") for run in runs]
+        facts[f"parameter {name}"] = [
+            json.dumps(v) if not isinstance(v, str) else v for v in values
+        ]
+    return [
+        f"they differ in {name}: {', '.join(dict.fromkeys(values))}"
+        for name, values in facts.items()
+        if len(set(values)) > 1
+    ]
+
+
+def _about(run: LoadedRun) -> str:
+    facts = environment.provenance(run.environment)
+    parts = [str(run.record.get("started"))[:10], store.Run(run.folder).devices()]
+    parts += [f"torch {facts['torch']}", facts["commit"], run.status, run.verdict]
+    return f"{run.id}: {', '.join(p for p in parts if p)}"
+
+
+def _quantity(row: Mapping[str, Any]) -> str:
+    over = f" over {row['x_name']}" if row["x_name"] else ""
+    mode = f", {row['mode']}" if row["mode"] else ""
+    unit = f" ({row['unit']})" if row["unit"] else ""
+    return f"{row['operation']}{mode}: {row['metric']}{unit}{over}"
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    """ "heads 64, dtype bf16"."""
+    told = [f"{n} {v}" for n, v in settings.items() if v is not None and v == v and v != ""]
+    return ", ".join(told)

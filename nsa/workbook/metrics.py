@@ -13,6 +13,11 @@ from nsa.workbook.files import plain
 NUMBERS = ("x_value", "median", "q20", "q80")
 MEASURED = ("operation", "backend", "mode", "metric", "unit", "x_name", *NUMBERS, "config")
 COLUMNS = (*MEASURED, "device", "torch", "triton", "commit", "date")
+CURVE = ("operation", "backend", "mode", "metric", "x_name")
+ENDED = ("outcome", "message", "checked", "alone")  # of a config: how it went, no setting
+# Settings that come before all others: of two that tell the same rows apart the later is dropped.
+FIRST = ("preset", "model", "layers", "attention", "heads", "kv_heads", "dim", "dtype", "queries",
+         "batch", "tokens", "window")  # fmt: skip
 
 
 def row(given: dict, facts: dict) -> dict:
@@ -117,3 +122,28 @@ def unmeasured(rows, *axes: Sequence[str], of: Mapping[str, Collection] | None =
 
 def _points(rows, columns: Sequence[str]) -> list[tuple]:
     return list(zip(*(rows[name] for name in columns), strict=True))
+
+
+def with_settings(frame):
+    """A metrics table with a column for each setting of `config` in which rows differ, at any x, as
+    few as tell all apart: rows that agree in them and in CURVE lie on one curve."""
+    import pandas
+
+    settings = configs(frame)
+    keys = list(frame[list(CURVE)].astype(str).itertuples(index=False, name=None))
+    over = set(frame["x_name"])  # what is the axis is no setting
+    names = {n for config in settings for n in config} - {*ENDED, *COLUMNS} - over
+    parts = frame["operation"] if "run" not in frame else frame["run"] + "/" + frame["operation"]
+    order = {name: place for place, name in enumerate(FIRST)}
+    found: dict[str, list] = {}
+    for name in sorted(names, key=lambda n: (order.get(n, len(order)), n)):
+        values = [config.get(name) for config in settings]
+        there = pandas.Series([value is not None for value in values], frame.index, dtype=bool)
+        partly = there.groupby(parts).nunique().gt(1).any()
+        if partly or any(isinstance(v, float) for v in values):
+            continue  # a number that was measured, or known only where it ended well
+        values = [json.dumps(v) if isinstance(v, dict | list) else v for v in values]
+        finer = [(*key, str(value)) for key, value in zip(keys, values, strict=True)]
+        if len(set(finer)) > len(set(keys)):
+            keys, found[name] = finer, pandas.Series(values, frame.index, dtype=object)
+    return frame.assign(**found)

@@ -4,8 +4,10 @@ import contextlib
 import hashlib
 import os
 import platform
+import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -142,3 +144,30 @@ def load(folder: Path) -> dict:
     """The record; empty where there is none, or none that can be read."""
     found = read_json(Path(folder) / "record.json", {})
     return found if isinstance(found, dict) else {}
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM outside the time when the engine itself listens."""
+
+
+def termination_is_an_exception():
+    """A context in which SIGTERM raises Terminated; nothing changes outside the main thread."""
+
+    def raise_it(_number, _frame):
+        raise Terminated
+
+    return signals_handled({signal.SIGTERM: raise_it})
+
+
+@contextlib.contextmanager
+def signals_handled(handlers: dict[int, Callable]):
+    """These handlers, in the main thread, until the old ones come back at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -3,9 +3,7 @@
 import contextlib
 import os
 import re
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,23 +13,11 @@ from typing import Any
 from nsa.lab.sweep import RUN_ENDS
 from nsa.workbook import environment, identity, keep, parameters, report, store
 from nsa.workbook.claim import VERDICTS
-from nsa.workbook.files import write_atomically, write_json, write_notebook
-from nsa.workbook.record import Record, load
+from nsa.workbook.files import write_notebook
+from nsa.workbook.opening import Planned, open_folder
+from nsa.workbook.record import Terminated, load, termination_is_an_exception
 
 CUT = ("interrupted", "terminated")  # from outside, and to be run again
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A run whose input is right and of which nothing is written; `name` is its folder's, `source`
-    the hash of what runs."""
-
-    notebook: Path
-    given: dict[str, Any]
-    full: dict[str, Any]
-    environment: dict[str, Any]
-    name: str
-    source: str
 
 
 def plan_run(
@@ -52,19 +38,6 @@ def plan_run(
     source = identity.source(notebook)
     name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot, source)}"
     return Planned(notebook, given, full, snapshot, name, source)
-
-
-def open_folder(root: str | Path, planned: Planned, **facts: Any) -> tuple[Path, Record]:
-    """The new folder of a run, with its parameters and environment, and its record, which has begun
-    and holds these facts too."""
-    import yaml
-
-    folder = store.create_folder(root, planned.name)
-    settings = yaml.safe_dump(planned.full, sort_keys=False, allow_unicode=True)
-    write_atomically(folder / "parameters.yaml", settings)
-    write_json(folder / "environment.json", planned.environment)
-    question = identity.question(planned.notebook)
-    return folder, Record(folder, planned.notebook.stem, question, source=planned.source, **facts)
 
 
 @dataclass(frozen=True)
@@ -245,30 +218,3 @@ def _relay(output) -> None:
 
     if output.output_type == "stream":
         tqdm.write(VERDICT.sub("", "".join(output.text)), file=sys.stderr, end="")
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM outside the time when the engine itself listens."""
-
-
-def termination_is_an_exception():
-    """A context in which SIGTERM raises Terminated; nothing changes outside the main thread."""
-
-    def raise_it(_number, _frame):
-        raise Terminated
-
-    return signals_handled({signal.SIGTERM: raise_it})
-
-
-@contextlib.contextmanager
-def signals_handled(handlers: dict[int, Callable]):
-    """These handlers, in the main thread, until the old ones come back at the end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

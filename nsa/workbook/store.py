@@ -5,14 +5,12 @@ runs/<YYYY-MM-DD>/<notebook>-<id>/  notebook.ipynb parameters.yaml environment.j
 """
 
 import atexit
-import itertools
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from nsa.spelling import choice, nearest
 from nsa.workbook import environment, looks, metrics
 from nsa.workbook.claim import VERDICTS, Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
+from nsa.workbook.opening import open_run
 from nsa.workbook.parameters import of_kernel
 from nsa.workbook.record import load, status_now
 
@@ -210,7 +209,7 @@ def current(parameters: dict | None = None, notebook: str = "") -> Run:
     or a mapping of their values.
 
     `nsa run` hands its folder in through NSA_RUN. In JupyterLab it is a run of its own, see
-    `nsa.workbook.interactive`; under nbval a scratch folder that goes when the kernel goes. Its
+    `nsa.workbook.opening`; under nbval a scratch folder that goes when the kernel goes. Its
     tables are shown with every text whole. ValueError for parameters that could not be run.
     """
     import pandas
@@ -225,34 +224,10 @@ def current(parameters: dict | None = None, notebook: str = "") -> Run:
             raise ValueError(f"NSA_RUN names {folder}, which is no folder; unset it or make it")
         return Run(folder, notebook, given)
     if found := session():
-        from nsa.workbook.interactive import open_run
-
         return Run(open_run(found, given), notebook, given)
     scratch = tempfile.mkdtemp(prefix="nsa-scratch-")
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     return Run(scratch, notebook, given)
-
-
-def create_folder(root: str | Path, name: str, day: str | None = None) -> Path:
-    """A new folder `<root>/<day>/<name>`, or `<name>-2` and so on when that is taken.
-
-    mkdir is exclusive, so of two that ask at once each gets its own. ValueError when the place
-    cannot be written.
-    """
-    folder = Path(root, day or datetime.now(UTC).strftime("%Y-%m-%d"), name)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2):
-            try:
-                folder.mkdir()
-                return folder
-            except FileExistsError:
-                folder = folder.with_name(f"{name}-{number}")
-    except OSError as error:
-        raise ValueError(
-            f"cannot write runs to {root} ({error.strerror}); "
-            "name a folder that can be written with --runs"
-        ) from None
 
 
 class Store:

@@ -9,7 +9,7 @@ from batches import NAMES, PLAN, MadeUp, opened, write_plan
 
 from nsa.cli import batch as command
 from nsa.cli import main as cli
-from nsa.workbook import store
+from nsa.workbook import opening
 from nsa.workbook.batch import driver, show
 from nsa.workbook.files import write_json
 
@@ -41,7 +41,7 @@ def test_a_dry_run_writes_nothing_and_tells_how_many_and_how_long(place, capsys,
 
 
 def stored(name, full, seconds, **facts):
-    folder = store.create_folder("runs", name)
+    folder = opening.create_folder("runs", name)
     kept = {"notebook": "01_tiny", "status": "ok", "seconds": seconds, "started": "2026"}
     write_json(folder / "record.json", kept)
     write_json(folder / "environment.json", {"gpus": [], **facts})
@@ -49,7 +49,7 @@ def stored(name, full, seconds, **facts):
 
 
 def test_the_estimate_is_that_of_the_same_parameters_else_of_the_notebook_on_such_a_device(place):
-    first = opened().states[0].entry.planned
+    first = opened().jobs[0].entry.planned
     stored("01_tiny-a", first.full, 100.0)
     stored("01_tiny-b", {"layers": 9}, 40.0)
     stored("01_tiny-c", first.full, 9000.0, gpus=[{"name": "another"}])
@@ -119,7 +119,7 @@ def test_evidence_is_refused_before_anything_runs(place, capsys):
 
 
 def test_a_plan_of_trials_and_one_of_notebooks_are_told_apart(place, capsys, tmp_path):
-    assert cli.main(["sweep", "plan.yaml"]) == 2
+    assert cli.main(["trial", "sweep", "plan.yaml"]) == 2
     assert "plan.yaml is a plan of notebooks: nsa batch plan.yaml" in capsys.readouterr().err
     (tmp_path / "plan.yaml").write_text("factors: {layers: [1, 2]}")
     assert "unknown key 'factors'" in nsa(capsys)[2]
@@ -127,12 +127,12 @@ def test_a_plan_of_trials_and_one_of_notebooks_are_told_apart(place, capsys, tmp
 
 def test_a_terminal_shows_a_bar_and_what_a_running_job_printed_last(place, capsys, monkeypatch):
     batch = opened()
-    state = batch.states[0]
-    run = store.create_folder("runs", "01_tiny-x")
+    job = batch.jobs[0]
+    run = opening.create_folder("runs", "01_tiny-x")
     (run / "stdout.log").write_text("one\ntwo of three\n")
-    state.job.folder.mkdir(parents=True)
-    write_json(state.job.folder / "started.json", {"run": str(run)})
-    state.status, state.began = "running", time.monotonic()
+    job.folder.mkdir(parents=True)
+    write_json(job.folder / "started.json", {"run": str(run)})
+    job.status, job.began = "running", time.monotonic()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with show.live(batch) as (picture, say):
         picture(batch)

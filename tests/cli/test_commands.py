@@ -15,7 +15,7 @@ import nsa
 from nsa import workbook
 from nsa.cli import main as cli
 from nsa.cli import options
-from nsa.workbook import store
+from nsa.workbook import opening
 from nsa.workbook.files import write_json
 
 ROOT = Path(nsa.__file__).parents[1]
@@ -156,13 +156,12 @@ def test_a_wrong_duration_is_refused(text):
 
 
 def test_every_command_and_option_has_a_help_text_that_is_shown(capsys):
-    top = cli.parser()
-    (commands,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    assert len(commands.choices) == 23
-    for parser in (top, *commands.choices.values()):
+    top, commands = cli.parsers()
+    assert len([name for name in commands if " " not in name]) == 16
+    for parser in (top, *commands.values()):
         assert parser.description, parser.prog
         for action in parser._actions:
-            assert action.help or action is commands, f"{parser.prog} {action.dest}"
+            assert action.help or action.choices is commands, f"{parser.prog} {action.dest}"
         with pytest.raises(SystemExit) as stopped:
             cli.main([*parser.prog.split()[1:], "--help"])
         assert stopped.value.code == 0
@@ -181,7 +180,7 @@ def test_no_runs_are_said_and_are_an_empty_list(place, capsys):
 
 
 def test_a_lost_run_shows_as_lost_and_exits_with_1(place, capsys):
-    folder = store.create_folder("runs", "01_tiny-12345678")
+    folder = opening.create_folder("runs", "01_tiny-12345678")
     old = "2020-01-01T00:00:00+00:00"
     content = {"run_id": folder.name, "status": "running", "heartbeat": old, "started": old}
     write_json(folder / "record.json", content)
@@ -209,7 +208,7 @@ def test_a_package_is_brought_by_the_extra_that_lists_it(module, extra):
 
 
 def test_runs_without_pandas_say_what_to_install(place, capsys, monkeypatch):
-    store.create_folder("runs", "01_tiny-12345678")
+    opening.create_folder("runs", "01_tiny-12345678")
     write_json(next((place / "runs").glob("*/*")) / "record.json", {"status": "failed"})
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert cli.main(["runs"]) == 2
@@ -227,7 +226,7 @@ def test_a_name_that_is_like_none_gets_all_there_are_and_no_guess(place, capsys,
 
 def test_a_run_that_is_like_none_gets_the_latest(place, capsys):
     for number in range(8):
-        folder = store.create_folder("runs", f"01_tiny-1234567{number}")
+        folder = opening.create_folder("runs", f"01_tiny-1234567{number}")
         write_json(folder / "record.json", {"status": "ok", "started": f"2026-11-0{number + 1}"})
     assert cli.main(["show", "zzz"]) == 2
     assert "the latest are 01_tiny-12345673, " in one_line(capsys)
@@ -250,12 +249,17 @@ def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    ("name", "successor"),
-    [("judge", "nsa site"), ("results", "nsa site"),
-     *((name, f"whyhung {name}") for name in ("watch", "attach", "dumps"))],
-)  # fmt: skip
-def test_a_command_that_is_gone_names_its_successor(name, successor, capsys):
-    assert cli.main([name, "02"]) == 2
+@pytest.mark.parametrize("name", cli.GONE)
+def test_a_command_that_is_gone_names_its_successor(name, capsys):
+    assert cli.main([*name.split(), "02"]) == 2
     said = one_line(capsys)
-    assert f"there is no nsa {name} any more; {successor}" in said
+    assert f"there is no nsa {name} any more; " in said
+    _, commands = cli.parsers()
+    new = re.search(r"\bnsa ([a-z]+)(?: ([a-z]+))?", said.partition(";")[2])
+    assert "whyhung" in said or " ".join(filter(None, new.groups())) in commands or new[1] == "site"
+
+
+def test_commands_of_two_words_are_listed_by_the_help_of_the_first(capsys):
+    _, commands = cli.parsers()
+    for two in (name for name in commands if " " in name):
+        assert f"nsa {two}:" in commands[two.split()[0]].format_help()

@@ -62,7 +62,7 @@ def test_what_no_run_has_is_told_with_the_command_that_would_make_it(tmp_path, c
     values = RULES["memory"]["has"]
     rows = [row(t, t / 8, backend=b) for b in values["backend"] for t in values["x_value"]]
     stored(root, d01=rows)
-    assert main(["figures", "--all", "--runs", str(root), "--to", str(to)]) == 0
+    assert main(["runs", "figures", "--all", "--runs", str(root), "--to", str(to)]) == 0
     drawn = {"memory", "memory_growth"}
     assert {file.stem for file in to.glob("*.svg")} == {file.stem for file in to.glob("*.png")}
     assert {file.stem for file in to.glob("*.svg")} == drawn
@@ -74,7 +74,7 @@ def test_what_no_run_has_is_told_with_the_command_that_would_make_it(tmp_path, c
     for name in RULES.keys() - drawn:
         assert f"{name}: no run of {RULES[name]['notebook']} has its rows" in printed
         assert RULES[name]["command"] in page
-    assert main(["figures", "--runs", str(tmp_path / "none"), "--to", str(to)]) == 2
+    assert main(["runs", "figures", "--runs", str(tmp_path / "none"), "--to", str(to)]) == 2
 
 
 @pytest.mark.processes
@@ -98,7 +98,8 @@ def test_every_figure_has_its_run_and_the_results_page_cites_those_it_shows():
 def test_the_headline_plots_are_redrawn_from_the_records_alone(tmp_path):
     from matplotlib.image import imread
 
-    assert main(["figures", "--runs", str(ROOT / "runs"), "--to", str(tmp_path / "figures")]) == 0
+    words = ["--runs", str(ROOT / "runs"), "--to", str(tmp_path / "figures")]
+    assert main(["runs", "figures", *words]) == 0
     kept = {file.name: file for file in tracked("figures/*").values()}
     drawn = {file.name: file for file in (tmp_path / "figures").iterdir()}
     assert sorted(drawn) == sorted(kept)
@@ -112,4 +113,4 @@ def test_the_headline_plots_are_redrawn_from_the_records_alone(tmp_path):
             else links.sub(r"](\1", file.read_text()) != links.sub(r"](\1", kept[name].read_text())
         )
     ]
-    assert not changed, f"`nsa figures` writes {', '.join(changed)} anew: look at it and commit it"
+    assert not changed, f"look at {', '.join(changed)}, which `nsa runs figures` changed"

@@ -67,7 +67,7 @@ def test_a_trial_can_be_run_again_and_both_are_explained(place, capsys):
     for name in (id, id[:5], f"{id}-1"):
         assert cli.main(["explain", name]) == 0
     assert f"trial {id}-1\n" in capsys.readouterr().out
-    plan = ["sweep", "plan.yaml", "--again"]
+    plan = ["trial", "sweep", "plan.yaml", "--again"]
     assert cli.main(plan) == cli.main(plan) == 1
     assert "(was there)" not in capsys.readouterr().err
 
@@ -104,15 +104,15 @@ def test_the_factors_can_be_listed(place, capsys):
 
 @pytest.mark.processes
 def test_a_sweep_prints_its_table_and_goes_on(place, capsys):
-    assert cli.main(["sweep", "plan.yaml", "--budget", "20m"]) == 1  # one of them crashed
+    assert cli.main(["trial", "sweep", "plan.yaml", "--budget", "20m"]) == 1  # one of them crashed
     printed, said = capsys.readouterr()
     assert printed.count("PASS") == 3 and printed.count("CRASH:raised") == 1
     assert printed.splitlines()[0].split() == ["trial", "verdict", "cache", "fast", "seconds"]
     assert "(was there)" not in said
-    assert cli.main(["sweep", "plan.yaml"]) == 1
+    assert cli.main(["trial", "sweep", "plan.yaml"]) == 1
     assert capsys.readouterr().err.count("(was there)") == 4
     (place / "plan.yaml").write_text(PLAN + "never: [{cache: true, fast: true}]\n")
-    assert cli.main(["sweep", "plan.yaml"]) == 0
+    assert cli.main(["trial", "sweep", "plan.yaml"]) == 0
 
 
 @pytest.mark.parametrize(("device", "lent"), [("cuda", ("0", "1")), ("cpu", None)])
@@ -125,7 +125,7 @@ def test_a_sweep_uses_all_gpus_where_a_trial_of_it_can(monkeypatch, device, lent
 
 
 def test_a_sweep_can_be_listed_without_running(place, capsys):
-    assert cli.main(["sweep", "plan.yaml", "--list"]) == 0
+    assert cli.main(["trial", "sweep", "plan.yaml", "--list"]) == 0
     assert "4 trials of 4 combinations" in capsys.readouterr().out
     assert not (place / "trials").exists()
 
@@ -160,7 +160,7 @@ def test_a_bisection_that_finds_nothing_exits_with_1(place, capsys):
         (["trial", "subject=there.py", "calibrate=true"], "there.py is a script"),
         (["trial", "subject=there.py", "argv='open"], "cannot be split into words"),
         (["trial", "oracles=finit"], "no oracle 'finit'; the nearest is 'finite'"),
-        (["sweep", "gone.yaml"], "cannot read the parameter file gone.yaml"),
+        (["trial", "sweep", "gone.yaml"], "cannot read the parameter file gone.yaml"),
         (["bisect", "bad.yaml"], "bad.yaml: unknown factor 'layer'; the nearest is 'layers'"),
         (["bisect", "other.yaml"], "a plan has no 'factor'; the nearest is 'factors'"),
     ],
@@ -177,7 +177,8 @@ def test_bad_input_is_one_clear_line_and_exits_with_2(place, capsys, words, mess
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "words", [["sweep", "plan.yaml"], ["bisect", "plan.yaml"], ["trial", f"subject={SUBJECT}"]]
+    "words",
+    [["trial", "sweep", "plan.yaml"], ["bisect", "plan.yaml"], ["trial", f"subject={SUBJECT}"]],
 )
 def test_a_full_disk_is_told_of_and_exits_with_1(place, capsys, monkeypatch, words):
     def full(*args, **options):
@@ -191,7 +192,7 @@ def test_a_full_disk_is_told_of_and_exits_with_1(place, capsys, monkeypatch, wor
 @pytest.mark.processes
 def test_a_place_that_cannot_hold_trials_is_one_line_and_exits_with_2(place, capsys):
     (place / "file").write_text("")
-    assert cli.main(["sweep", "plan.yaml", "--trials", "file/trials"]) == 2
+    assert cli.main(["trial", "sweep", "plan.yaml", "--trials", "file/trials"]) == 2
     assert "cannot keep trials in file/trials (Not a directory)" in capsys.readouterr().err
 
 

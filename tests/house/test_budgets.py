@@ -46,8 +46,6 @@ LONG_TESTS = {
 THIN, THIN_FILES = 40, 32  # files with fewer lines, `__init__` aside, and how many there may be
 # Files that import each other, inside functions too; each is to be opened.
 CIRCLES = [
-    {"nsa.workbook.browse", "nsa.workbook.loaded"},
-    {f"nsa.workbook.{name}" for name in ("engine", "interactive", "report", "run", "store")},
     {"whyhung.watch.counting", "whyhung.watch.progress", "whyhung.watch.steps"},
 ]
 

@@ -246,7 +246,7 @@ LISTED = (
     ("statement", "absent"),
     [
         ("import nsa; nsa.__version__", OPTIONAL | BASE),
-        ("from nsa.cli.main import parser; parser().format_help()", WORKBOOK),
+        ("from nsa.cli.main import parsers; parsers()[0].format_help()", WORKBOOK),
         ("from nsa.workbook.environment import snapshot; snapshot()", {"torch"}),
         ("import nsa.workbook.store", {"torch"}),
         (LISTED, WORKBOOK),

@@ -66,5 +66,5 @@ def test_the_wheel_lists_its_notebooks_where_there_is_no_checkout(built, tmp_pat
     listed = printed("notebooks")
     assert [file.stem for file in NOTEBOOKS.glob("*.ipynb") if file.stem not in listed] == []
     assert f"They lie in {tmp_path}/site/nsa/notebooks, and runs go to runs." in listed
-    assert "next: cd mine && nsa run" in printed("init", "mine")
+    assert "next: cd mine && nsa run" in printed("notebooks", "init", "mine")
     assert (place / "mine/notebooks/params/h200.yaml").is_file()

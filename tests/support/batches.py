@@ -2,7 +2,7 @@
 
 from sample_notebooks import SET_UP, write_notebook
 
-from nsa.workbook import record, store
+from nsa.workbook import opening, record
 from nsa.workbook.batch.place import outcome
 from nsa.workbook.batch.plan import read_plan
 from nsa.workbook.batch.state import Batch
@@ -44,7 +44,7 @@ def opened() -> Batch:
 
 
 def statuses(batch: Batch) -> list[str]:
-    return [state.status for state in batch.states]
+    return [job.status for job in batch.jobs]
 
 
 class MadeUp:
@@ -59,18 +59,15 @@ class MadeUp:
     def check(self, jobs):
         pass
 
-    def adopt(self, started):
-        self.left |= dict.fromkeys(started, "dies")
-
-    def start(self, ready):
-        handles = {}
-        for job in list(ready)[: self.at_a_time - len(self.left)]:
+    def start(self, ready, running):
+        started = ready[: self.at_a_time - len(running)]
+        for job in started:
             self.ran.append(job.name)
             reason = self.ends.get(job.name, "ok")
             reason = reason.pop(0) if isinstance(reason, list) else reason
             content = read_json(job.file)
             assert not outcome(job.folder).ended, "a child would leave it as it is"
-            run = store.create_folder(content["root"], content["name"])
+            run = opening.create_folder(content["root"], content["name"])
             status = record.STATUS_OF.get(reason, "running")
             kept = {"run_id": run.name, "status": status, "stop_reason": None, "seconds": 2.0}
             if status != "running":
@@ -81,17 +78,16 @@ class MadeUp:
                 write_json(job.folder / "ended.json", {"run": str(run), "status": status})
             write_json(run / "record.json", kept | {"started": "2026"})
             write_json(job.folder / "started.json", {"run": str(run)})
-            handles[job] = {"of": job.name}
             self.left[job] = reason
-        self.most = max(self.most, len(self.left))
-        return handles
+        self.most = max(self.most, len(running) + len(started))
+        return started
 
-    def poll(self, started):
-        gone = [job for job in started if self.left.get(job) != "stays"]
+    def poll(self, running):
+        gone = [job for job in running if self.left.get(job) != "stays"]
         return {job: "its node died" * (self.left.pop(job, "dies") == "dies") for job in gone}
 
-    def cancel(self, started):
-        for job in started:
+    def cancel(self, running):
+        for job in running:
             run = outcome(job.folder).run
             content = record.load(run) | {"status": "killed", "stop_reason": "terminated"}
             write_json(run / "record.json", content)

@@ -2,7 +2,7 @@
 
 import yaml
 
-from nsa.workbook import metrics, store
+from nsa.workbook import metrics, opening, store
 from nsa.workbook.files import write_json
 
 
@@ -11,7 +11,7 @@ def store_run(root, notebook, claims=(), rows=(), *, started="2026-11-01", **mor
     metrics.csv; more: torch, gpu, status, stop_reason, message, and `parameters`."""
     parameters = more.pop("parameters", {})
     gpu, torch = more.pop("gpu", "NVIDIA H200"), more.pop("torch", "2.11.0")
-    folder = store.create_folder(
+    folder = opening.create_folder(
         root, f"{notebook}-{abs(hash((started, torch))) % 10**8:08d}", started
     )
     ended = {"status": "ok", "stop_reason": "ok", "started": f"{started}T00:00:00+00:00"}

@@ -8,7 +8,7 @@ for needed in ("ipywidgets", "matplotlib", "pandas"):
 from places import committed_root, committed_runs  # noqa: E402
 from stored_runs import store_run  # noqa: E402
 
-from nsa.workbook import browse, load, metrics, store  # noqa: E402
+from nsa.workbook import load, loaded, metrics, store  # noqa: E402
 from nsa.workbook.live import LivePanel  # noqa: E402
 
 
@@ -19,7 +19,7 @@ def row(x, backend="b", median=1.0, metric="latency", **config):
 
 def table(*rows):
     facts = {"device": "a GPU"}
-    return browse.with_settings(metrics.table([metrics.row(r, facts) for r in rows]))
+    return metrics.with_settings(metrics.table([metrics.row(r, facts) for r in rows]))
 
 
 def added(frame):
@@ -75,7 +75,7 @@ def lines(panel, **values):
 
 
 def test_two_runs_are_laid_over_each_other_and_a_setup_can_be_chosen(runs):
-    panel = browse.browser(*runs[:2])
+    panel = loaded.browser(*runs[:2])
     assert panel.start["quantity"] == "f, forward: latency (ms) over tokens"
     ids = [folder.name.rpartition("-")[2] for folder in runs]
     whole = lines(panel)
@@ -85,15 +85,15 @@ def test_two_runs_are_laid_over_each_other_and_a_setup_can_be_chosen(runs):
 
 
 def test_what_keeps_two_runs_from_being_alike_is_said(runs):
-    assert browse.unlike([load(run) for run in runs[:1]]) == []
-    assert browse.unlike([load(run) for run in runs[:2]]) == [
+    assert loaded.unlike([load(run) for run in runs[:1]]) == []
+    assert loaded.unlike([load(run) for run in runs[:2]]) == [
         "they differ in torch: 2.11.0, 2.12.0",
         "they differ in parameter tokens: [8, 16, 32], [8, 16]",
     ]
 
 
 def test_the_browser_of_a_folder_goes_from_notebook_to_runs_to_quantities(runs):
-    live = LivePanel(browse.browser(root=runs[0].parents[1]))
+    live = LivePanel(loaded.browser(root=runs[0].parents[1]))
     widgets = live.controls
     assert widgets["notebook"].options == ("02_x", "03_y")
     assert widgets["runs"].options == (runs[1].name, runs[0].name)  # the newest first
@@ -102,7 +102,7 @@ def test_the_browser_of_a_folder_goes_from_notebook_to_runs_to_quantities(runs):
     widgets["runs"].value = (runs[0].name, runs[1].name)
     assert "they differ in torch" in live.words.value and bytes(live.picture.value) != before
     widgets["quantity"].value = "f, forward: peak (ms) over tokens"
-    assert widgets["setup"].options == (browse.EVERY,)
+    assert widgets["setup"].options == (loaded.EVERY,)
     widgets["runs"].value = ()
     assert "choose a run" in live.message.value
     widgets["notebook"].value = "03_y"
@@ -113,24 +113,24 @@ def test_rows_over_nothing_stand_beside_one_another(tmp_path):
     run = store_run(
         tmp_path, "03_y", [], [row(None, median=m, name=n) for m, n in ((1, "a"), (3, "b"))]
     )
-    panel = browse.browser(run)
+    panel = loaded.browser(run)
     found = lines(panel, quantity="f, forward: latency (ms) over tokens")
     assert sorted(y for _, ys in found.values() for y in ys) == [1, 3]
 
 
 def test_runs_of_two_notebooks_and_runs_without_rows_are_refused(runs, tmp_path):
     with pytest.raises(ValueError, match="02_x and 03_y measured different things"):
-        browse.browser(runs[0], runs[2])
+        loaded.browser(runs[0], runs[2])
     (runs[0] / "metrics.csv").unlink()
     with pytest.raises(ValueError, match=f"no rows to look through in {runs[0].name}"):
         load(runs[0]).explore()
     with pytest.raises(ValueError, match="no rows to look through in runs below"):
-        browse.explore(root=tmp_path / "nothing")
+        loaded.explore(root=tmp_path / "nothing")
 
 
 def test_a_damaged_run_says_so_when_it_is_chosen_and_the_others_stay(runs):
     (runs[1] / "metrics.csv").write_text('operation,backend\n"half')
-    live = LivePanel(browse.browser(root=runs[0].parents[1]))
+    live = LivePanel(loaded.browser(root=runs[0].parents[1]))
     before = bytes(live.picture.value)
     live.controls["runs"].value = (runs[1].name,)
     assert "metrics.csv is no table as a run writes it" in live.message.value
@@ -143,7 +143,7 @@ def test_a_damaged_run_says_so_when_it_is_chosen_and_the_others_stay(runs):
 def test_every_notebook_of_the_committed_runs_has_a_picture():
     if not committed_runs():
         pytest.skip("no runs are committed here")
-    live = LivePanel(browse.browser(root=committed_root()))
+    live = LivePanel(loaded.browser(root=committed_root()))
     notebooks = {str(store.load(folder).get("notebook")) for folder in committed_runs()}
     seen = set()
     for notebook in live.controls["notebook"].options:

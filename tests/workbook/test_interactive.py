@@ -15,11 +15,11 @@ import pytest
 from processes import environment_with_package
 from sample_notebooks import PARAMETERS, write_notebook
 
-from nsa.workbook import interactive
+from nsa.workbook import interactive, opening
 from nsa.workbook.files import read_json
+from nsa.workbook.opening import Planned, open_folder
 from nsa.workbook.parameters import read_file
 from nsa.workbook.record import load
-from nsa.workbook.run import Planned, open_folder
 from nsa.workbook.store import open_store
 
 SET_UP = """\
@@ -109,7 +109,7 @@ def opened(tmp_path):
     path = write_notebook(tmp_path / "notebooks" / "tiny.ipynb", SET_UP, MEASURE, JUDGE)
     in_git(tmp_path)
     planned = Planned(path, {}, {}, {}, "tiny-12345678", "")
-    facts = {interactive.SESSION: interactive._named(path)}
+    facts = {opening.SESSION: opening.named(path)}
     folder, record = open_folder(tmp_path / "runs", planned, **facts)
     shown = nbformat.read(path, as_version=4)
     shown.cells[-1].outputs = [nbformat.v4.new_output("stream", text="PASS: it runs\n")]

@@ -1,4 +1,4 @@
-"""Where notebooks are found and runs go: in a clone, below it, after `nsa init`, anywhere."""
+"""Folders of notebooks and runs: in a clone, below it, after `nsa notebooks init`, anywhere."""
 
 import pytest
 from places import NOTEBOOKS as SHIPPED
@@ -13,7 +13,7 @@ NOTEBOOKS = ROOT / "notebooks"  # as whoever works here has left it
 
 @pytest.fixture
 def workbook(tmp_path):
-    """A folder that `nsa init` made, with one below it."""
+    """A folder that `nsa notebooks init` made, with one below it."""
     places.init(tmp_path / "mine")
     (tmp_path / "mine" / "a" / "b").mkdir(parents=True)
     return tmp_path / "mine"
@@ -30,14 +30,14 @@ def test_init_copies_every_notebook_and_parameter_file(workbook):
 def test_init_leaves_what_is_there(workbook, capsys):
     mine = workbook / "notebooks" / "01_memory_scaling.ipynb"
     mine.write_text("changed")
-    assert main(["init", str(workbook)]) == 2
+    assert main(["notebooks", "init", str(workbook)]) == 2
     assert "is there already, and is left as it is" in capsys.readouterr().err
     assert mine.read_text() == "changed"
 
 
 def test_init_says_what_it_cannot_write(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert main(["init", str(tmp_path / "file")]) == 2
+    assert main(["notebooks", "init", str(tmp_path / "file")]) == 2
     assert "cannot write" in capsys.readouterr().err
 
 

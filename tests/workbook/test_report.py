@@ -6,7 +6,7 @@ import pytest
 from bs4 import BeautifulSoup
 from sample_notebooks import write_notebook
 
-from nsa.workbook import report, store
+from nsa.workbook import opening, report, store
 from nsa.workbook.files import write_json
 
 PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n pixel").decode()
@@ -15,7 +15,7 @@ PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n pixel").decode()
 @pytest.fixture
 def folder(tmp_path):
     """A run's folder with one of every kind of output a notebook makes."""
-    folder = store.create_folder(tmp_path, "01_tiny-12345678", "2026-11-21")
+    folder = opening.create_folder(tmp_path, "01_tiny-12345678", "2026-11-21")
     v4, failed = nbformat.v4, "ZeroDivisionError: division by zero"
     printed = v4.new_output("stream", name="stdout", text="printed <b>not bold</b>\n")
     shown = (
@@ -126,7 +126,7 @@ def test_the_index_lists_runs_newest_first_and_links_their_reports(folder):
         "of no runs it says how to make one"
     )
     report.render(folder)
-    newer = store.create_folder(root, "02_speed-aaaaaaaa", "2026-11-22")
+    newer = opening.create_folder(root, "02_speed-aaaaaaaa", "2026-11-22")
     started = "2026-11-22T10:00:00+00:00"
     write_json(newer / "record.json", {"status": "ok", "started": started})
     html = page(report.index(root))

@@ -83,7 +83,7 @@ def test_what_git_tracks_stays_and_what_a_tracked_run_names_does_not(place, caps
     told = nsa(capsys, "rm", committed.name, named.name, code=2).err
     assert f"{committed}: git tracks it; git rm -r removes it" in told.replace(str(place) + "/", "")
     assert named.name not in told and committed.is_dir() and named.is_dir()
-    nsa(capsys, "runs", "--prune", "--older", "1h", "--yes")
+    nsa(capsys, "runs", "prune", "--older", "1h", "--yes")
     assert committed.is_dir() and not named.exists()
 
 
@@ -91,7 +91,7 @@ def test_what_git_tracks_stays_and_what_a_tracked_run_names_does_not(place, caps
 def test_nothing_goes_where_git_does_not_say_what_it_tracks(place, capsys):
     run = store_run("01_one-00000001", days=40)
     (place / ".git").write_text("gitdir: nowhere")
-    for words in (["rm", "latest"], ["runs", "--prune", "--older", "1h", "--yes"]):
+    for words in (["rm", "latest"], ["runs", "prune", "--older", "1h", "--yes"]):
         assert "git does not say what it tracks" in nsa(capsys, *words, code=2).err
     assert run.is_dir()
 
@@ -99,7 +99,7 @@ def test_nothing_goes_where_git_does_not_say_what_it_tracks(place, capsys):
 @pytest.mark.processes
 def test_pruning_names_runs_and_removes_none_until_it_is_told_to(place, capsys):
     gone, young = store_run("01_one-00000001", days=40), store_run("01_one-00000002", days=2)
-    words = ["runs", "--prune", "--older", "30d"]
+    words = ["runs", "prune", "--older", "30d"]
     told = nsa(capsys, *words)
     assert "01_one-00000001" in told.out and "01_one-00000002" not in told.out
     assert "1 runs may go; what git tracks stays" in told.err and "nothing was removed" in told.err
@@ -125,7 +125,7 @@ def test_a_run_is_removed_with_its_empty_day_and_is_never_half_there(place, caps
         assert cli.main(["rm", "latest"]) == 1
     assert open_store("runs").folders() == [] and len(retention.leftovers("runs")) == 1
     store_run("01_one-00000003", "failed", day="2026-10-02", days=1)
-    nsa(capsys, "runs", "--prune", "--older", "1h", "--yes")
+    nsa(capsys, "runs", "prune", "--older", "1h", "--yes")
     assert list((place / "runs").iterdir()) == []
 
 
@@ -160,22 +160,11 @@ def test_a_link_is_not_followed(place, capsys):
     assert (elsewhere / "bulk.bin").is_file()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--prune"], "needs to know what may go: --older 30d"),
-        (["--older", "3d"], "--older belongs to --prune; write nsa runs --prune --older"),
-        (["--yes"], "--yes belongs to --prune"),
-    ],
-)
-def test_options_of_pruning_that_miss_their_other_half_are_refused(place, capsys, words, message):
-    assert message in nsa(capsys, "runs", *words, code=2).err
-
-
-def test_ages_have_units(place, capsys):
+def test_ages_have_units_and_are_wanted(place, capsys):
     from nsa.cli.retention import age
 
     assert [age(x) for x in ("12h", "30d", "2w")] == [12 * 3600, 30 * DAY_S, 14 * DAY_S]
-    with pytest.raises(SystemExit):
-        cli.main(["runs", "--prune", "--older", "30"])
-    assert "write 12h, 30d or 8w" in capsys.readouterr().err
+    for words, said in ((["--older", "30"], "write 12h, 30d or 8w"), ([], "required: --older")):
+        with pytest.raises(SystemExit):
+            cli.main(["runs", "prune", *words])
+        assert said in capsys.readouterr().err

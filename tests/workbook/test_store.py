@@ -13,7 +13,7 @@ import pytest
 import torch
 from processes import printed_by
 
-from nsa.workbook import environment, metrics, store
+from nsa.workbook import environment, metrics, opening, store
 from nsa.workbook.claim import Claim, aim_of
 from nsa.workbook.files import plain, read_json, write_atomically, write_json
 from nsa.workbook.record import Record, machine, process_start, status_now
@@ -36,7 +36,7 @@ def run(tmp_path, monkeypatch):
 
 def make_run(root, name, day="2026-11-21", **changes):
     """A finished run's folder, with a record."""
-    folder = store.create_folder(root, name, day)
+    folder = opening.create_folder(root, name, day)
     record = {"run_id": folder.name, "notebook": name.rsplit("-", 1)[0], "status": "ok"}
     record |= {"stop_reason": "ok", "started": f"{day}T10:00:00+00:00", "seconds": 3.0}
     write_json(folder / "record.json", record | changes)
@@ -211,7 +211,7 @@ def test_outside_of_nsa_run_a_notebook_has_a_scratch_run_that_goes_with_it(monke
 
 def _create(root, barrier, results):
     barrier.wait()
-    results.put([store.create_folder(root, "tiny-12345678").name for _ in range(20)])
+    results.put([opening.create_folder(root, "tiny-12345678").name for _ in range(20)])
 
 
 @pytest.mark.full
@@ -231,9 +231,9 @@ def test_processes_that_create_the_same_folder_at_once_each_get_their_own(tmp_pa
 def test_an_unwritable_root_is_said_with_what_would_do(tmp_path):
     (tmp_path / "runs").write_text("a file in its place")
     with pytest.raises(ValueError, match=r"cannot write runs to .*--runs"):
-        store.create_folder(tmp_path / "runs", "tiny-1")
+        opening.create_folder(tmp_path / "runs", "tiny-1")
     with pytest.raises(ValueError, match="cannot write runs to /proc/nsa"):
-        store.create_folder("/proc/nsa", "tiny-1")
+        opening.create_folder("/proc/nsa", "tiny-1")
 
 
 def test_a_file_is_replaced_whole_or_not_at_all_and_others_can_read_it(tmp_path, monkeypatch):

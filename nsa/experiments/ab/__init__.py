@@ -5,12 +5,12 @@ not name is as in the notebook: name question, predicts, factors or arms, and ex
 
     question: Does checkpointing cost time, and does it change what is learnt?
     predicts: No; a recomputed forward is a third more operations.  # in words, before it runs
-    factors:                  # every combination is an arm; `nsa sweep --factors` has the names
+    factors:                  # every combination is an arm; `nsa trial --factors` has the names
       checkpoint: ["", all]
     arms: {}                  # or arms by name, of which the first is the base, without factors:
                               #   plain: {}
                               #   conservative: {anomaly: true, deterministic: true}
-    never: []                 # combinations that are no arms, as of nsa sweep
+    never: []                 # combinations that are no arms, as of nsa trial sweep
     cover: all                # or pairs: fewer arms, in which all pairs of values occur
     settings: {layers: 2}     # the same in every arm; of the training, or of another `subject`
     steps: 6                  # of every trial, of which the first `warmup` (2) are not timed

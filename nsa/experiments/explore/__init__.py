@@ -1,1 +1,1 @@
-"""The notebook to play with: what a query sees, what it costs, what runs found."""
+"""The notebook to play with: what a query sees, and what runs found."""

@@ -1,4 +1,4 @@
-"""The notebook's two panels: the definition at chosen sizes, and what it costs by recorded runs."""
+"""The panel of the notebook: the definition at chosen sizes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from nsa.config import NSAConfig
-from nsa.experiments.explore import costs, example, gates, plots
+from nsa.experiments.explore import example, gates, plots
 from nsa.experiments.explore.example import MOST_HEADS, MOST_TOKENS, Choice, Example
 from nsa.lab.measure.shapes import QUERIES
 from nsa.model.presets import PRESETS, preset
@@ -138,52 +138,3 @@ def _adjust(controls: Mapping[str, Any], name: str, value: Any) -> None:
         else:
             query.value = at
             query.max = value - 1
-
-
-def cost(root: str, quantity: str = "", setup: str = "", tokens: int = 32768) -> Panel:
-    """Time and memory against T of every backend, and the break-even with dense attention, from the
-    runs below `root`. ValueError where there are none, or for what they do not hold."""
-    found = costs.recorded(root)
-    quantities = found.quantities()
-    choice("quantity", quantity or quantities[0], quantities)
-    quantity = quantity or quantities[0]
-    setups = found.setups(quantity)
-    choice("setup", setup or setups[0], setups)
-    start = {"quantity": quantity, "setup": setup or setups[0], "tokens": tokens}
-
-    def against_tokens(**values: Any):
-        return costs.against_tokens(found, **values)
-
-    def against_dense(**values: Any):
-        return costs.against_dense(found, **values)
-
-    def told(**values: Any) -> list[str]:
-        return costs.sentences(found, **values)
-
-    def controls(start: Mapping[str, Any]) -> dict[str, Any]:
-        import ipywidgets as widgets
-
-        wide = {"layout": {"width": "440px"}, "style": {"description_width": "70px"}}
-        options = sorted({*(2**n for n in range(7, 18)), start["tokens"]})
-        return {
-            "quantity": widgets.Dropdown(
-                options=quantities, value=start["quantity"], description="what", **wide
-            ),
-            "tokens": widgets.SelectionSlider(
-                options=options, value=start["tokens"], description="T", **wide
-            ),
-            "setup": widgets.Dropdown(
-                options=found.setups(start["quantity"]), value=start["setup"],
-                description="measured", layout={"width": "880px"},
-                style={"description_width": "70px"},
-            ),
-        }  # fmt: skip
-
-    def adjust(controls: Mapping[str, Any], name: str, value: Any) -> None:
-        if name == "quantity":
-            there, before = found.setups(value), controls["setup"].value
-            controls["setup"].options = there
-            controls["setup"].value = before if before in there else there[0]
-
-    views = {"against T": against_tokens, "break-even": against_dense}
-    return Panel(start, views, told, controls, adjust)

@@ -98,7 +98,7 @@ class Judged:
 
 
 def read(files: Iterable[str | Path]) -> list[Judged]:
-    """The rows of several sweeps: files of `nsa selfcheck --json`, or runs' selfcheck.json."""
+    """The rows of sweeps: files of `nsa trial selfcheck --json`, or runs' selfcheck.json."""
     found = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
     rows = [content["rows"] if isinstance(content, dict) else content for content in found]
     return [Judged.from_dict(row) for mine in rows for row in mine]

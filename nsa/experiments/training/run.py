@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.workbook import environment, store
+from nsa.workbook import environment, opening
 from nsa.workbook.files import read_json, write_json
-from nsa.workbook.record import STATUS_OF, Record
-from nsa.workbook.run import Terminated, termination_is_an_exception
+from nsa.workbook.record import STATUS_OF, Record, Terminated, termination_is_an_exception
 from whyhung.process.family import PARENT, die_with_parent
 from whyhung.process.launch import Failure, accounted, first_failure, logged, one_line
 
@@ -57,7 +56,7 @@ def make_folder(
     if given is None:
         spec = json.dumps([content, facts.get("git")], sort_keys=True, default=str)
         name = f"train-{hashlib.sha256(spec.encode()).hexdigest()[:8]}"
-        folder = store.create_folder(runs, name)
+        folder = opening.create_folder(runs, name)
     else:
         folder = Path(given)
         if (folder / "record.json").exists():

@@ -1,74 +1,33 @@
-"""What the driver hands to a place, what a place promises, and the files that a job leaves.
+"""A job, the files that it leaves, and what the places where jobs run have in common.
 
-A job's folder holds job.json (what is to be run, written by the driver), started.json (the run's
-folder and the process, written by the child), ended.json (how it ended, by the child) and log.txt.
-**Who holds the lock of a job that has not ended runs it**, so a child that is started twice, by a
-driver that was killed or by a queue that requeues, runs it once. A run that was cut from outside (a
-signal, a full disk, a dead node) is not an end: the next child begins it again.
+A job's folder holds job.json (what is to be run, written by the driver), queued.json (what a place
+knows of it), started.json (the run's folder and the process, written by the child), ended.json (how
+it ended, by the child) and log.txt. **Who holds the lock of a job that has not ended runs it**, so
+a child that is started twice, by a driver that was killed or by a queue that requeues, runs it
+once. A run that was cut from outside (a signal, a full disk, a dead node) is not an end: the next
+child begins it again.
 """
 
 import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nsa.workbook import record, store
+from nsa.workbook.batch.plan import Entry
 from nsa.workbook.files import read_json
 from nsa.workbook.run import CUT
 
-Handle = dict[str, Any]  # JSON; a place's own, kept in the manifest for a driver that comes later
 CHILD = "nsa.workbook.batch.child"  # run as `python -m CHILD <folder>/job.json`
 FULL = os.strerror(errno.ENOSPC)
 BUSY = 3  # exit code of a child that found another one at its job
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of a plan. Its name is unique in the plan; its folder is there, with job.json.
-
-    gpus: None is one where there are any, and none elsewhere.
-    """
-
-    name: str
-    folder: Path
-    timeout_s: float | None = None  # for the notebook; the child keeps it
-    gpus: int | None = None
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "job.json"
-
-    @property
-    def log(self) -> Path:
-        """Where a place puts what the child prints."""
-        return self.folder / "log.txt"
-
-
-class Place(Protocol):
-    """Where jobs run. No method waits for a job."""
-
-    at_a_time: int  # so many jobs are given to `start`, at most
-
-    def check(self, jobs: Sequence[Job]) -> None:
-        """ValueError, before anything is written, for a job that can never run here."""
-
-    def start(self, ready: Sequence[Job]) -> dict[Job, Handle]:
-        """Start those of `ready`, in order, that there is room for; a queue takes all at once."""
-
-    def adopt(self, started: Mapping[Job, Handle]) -> None:
-        """Jobs that an earlier driver started here and that may run still."""
-
-    def poll(self, started: Mapping[Job, Handle]) -> dict[Job, str]:
-        """Those of which no child runs or waits any more, and what the place knows of why, in words
-        ("the node died"); "" where the job's own files say all."""
-
-    def cancel(self, started: Mapping[Job, Handle]) -> None:
-        """Ask them to end. Their children get a SIGTERM and 20 s to close their records; `poll`
-        tells when they are gone. Those that are gone are no error."""
+TO_RUN, RUNNING, OK, FAILED, STOPPED = "to run", "running", "ok", "failed", "stopped"
 
 
 @dataclass(frozen=True)
@@ -88,32 +47,76 @@ class Outcome:
 
     @property
     def ended(self) -> bool:
-        return self.status in ("ok", "failed")
+        return self.status in (OK, FAILED)
+
+
+NOTHING = Outcome("")
+
+
+@dataclass(eq=False)
+class Job:
+    """One run of a plan, and its state. Its name is unique in the plan.
+
+    gpus: None is one where there are any, and none elsewhere. status: to run, running, ok, failed,
+    stopped (cut from outside, and run again by the next driver) or "not run: why".
+    """
+
+    name: str
+    folder: Path
+    timeout_s: float | None = None  # for the notebook; the child keeps it
+    gpus: int | None = None
+    entry: Entry | None = None
+    status: str = TO_RUN
+    outcome: Outcome = NOTHING
+    cached: bool = False  # it was there before this driver
+    began: float | None = None  # time.monotonic
+    written: bool = False  # job.json, by this driver
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "job.json"
+
+    @property
+    def log(self) -> Path:
+        """What the child prints."""
+        return self.folder / "log.txt"
+
+    @property
+    def good(self) -> bool:
+        return self.status == OK and self.outcome.verdict != "FAIL"
+
+    def says(self, name: str) -> dict[str, Any]:
+        """The content of one of its files, `queued` or `started`; {} where it is not there."""
+        found = read_json(self.folder / f"{name}.json")
+        return found if isinstance(found, dict) else {}
 
 
 def outcome(folder: Path) -> Outcome:
-    """Of the job in this folder."""
+    """The outcome of the job in this folder."""
     ended = read_json(folder / "ended.json")
     found = ended or read_json(folder / "started.json")
     if not isinstance(found, dict):
-        return Outcome("")
+        return NOTHING
     run = Path(found["run"]) if found.get("run") else None
     content = record.load(run) if run else {}
     reason, message, seconds = (
         content.get(key) or found.get(key) for key in ("stop_reason", "message", "seconds")
     )
-    verdict = store.overall(read_json(run / "verdicts.json", [])) if run else ""
-    status = (ended or {}).get("status") or "failed"
-    if not ended and content.get("status") == "ok":  # its child was killed just behind its end
-        status = "ok"
+    status = (ended or {}).get("status") or FAILED
+    if not ended and content.get("status") == OK:  # its child was killed just behind its end
+        status = OK
     elif not ended and (not reason or reason in (*CUT, "lost") or FULL in (message or "")):
-        status = "stopped"
-    return Outcome(status, run, reason or "", message or "", seconds, verdict)
+        status = STOPPED
+    return Outcome(status, run, reason or "", message or "", seconds, verdict_of(run))
+
+
+def verdict_of(run: Path | None) -> str:
+    return store.overall(read_json(run / "verdicts.json", [])) if run else ""
 
 
 @contextlib.contextmanager
 def locked(file: Path) -> Iterator[bool]:
-    """Whether this process has the lock, which ends with it, however it ends."""
+    """True if this process has the lock, which ends with it, however it ends."""
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -129,3 +132,27 @@ def busy(job: Job) -> bool:
     """A child is at it, on this machine or another one that shares its files' locks."""
     with locked(job.folder / "lock") as free:
         return not free
+
+
+def is_coming(job: Job) -> bool:
+    """A child of it was started, and is in a queue or on the way to its lock."""
+    queued = job.says("queued")
+    return "job" in queued or is_alive(queued)
+
+
+def is_alive(known: Mapping[str, Any]) -> bool:
+    began = known.get("pid_started")
+    return bool(began) and record.process_start(known["pid"]) == began
+
+
+def start_child(file: Path, log: Path, variables: Mapping[str, str], *more: str):
+    """A job's child in a session of its own, as a Ctrl-C is the driver's to hand on."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", CHILD, str(file), *more],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )

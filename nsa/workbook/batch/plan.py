@@ -9,12 +9,13 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from nsa.spelling import nearest
 from nsa.workbook import environment, identity, parameters
-from nsa.workbook.run import Planned
+from nsa.workbook.opening import Planned
 from whyhung.cli import seconds
 
 SCHEMA = Path(__file__).with_name("plan.schema.json")
@@ -29,7 +30,6 @@ class Entry:
     """
 
     name: str  # of the list's entry, the grid's values and the repeat
-    question: str
     planned: Planned
     source: str
     repeat: int = 1
@@ -127,7 +127,6 @@ class _Expander:
         whole = {key: self.defaults[key] for key in ("timeout", "gpus") if key in self.defaults}
         whole |= job
         options = {
-            "question": " ".join(job.get("question", "").split()),
             "source": source,
             "repeats": job.get("repeats", 1),
             "timeout_s": seconds(whole["timeout"]) if "timeout" in whole else None,
@@ -183,9 +182,8 @@ def _check(path: Path, content: dict[str, Any]) -> None:
     )
     if not errors:
         return
-    error = errors[0]
+    error, where = errors[0], str(path)
     place = list(error.absolute_path)
-    where = str(path)
     if place[:1] == ["jobs"] and len(place) > 1:
         job = content["jobs"][place[1]]
         name = job.get("name") if isinstance(job, dict) else None
@@ -197,12 +195,13 @@ def _check(path: Path, content: dict[str, Any]) -> None:
     if error.validator == "required":
         missing = next(key for key in error.validator_value if key not in error.instance)
         raise ValueError(f"{where} has no {missing!r}")
-    known = schema["properties"] | schema["properties"]["jobs"]["items"]["properties"]
-    known |= {f"slurm.{key}": rule for key, rule in known["slurm"]["properties"].items()}
     keys = [key for key in place if isinstance(key, str)]
     keys = [key for key in keys if key != "jobs" or len(place) == 1] or ["job"]
-    rule = known.get(".".join(keys)) or known.get(keys[0]) or schema["properties"]["jobs"]["items"]
-    wants = rule["description"]
+    wants, rule = "", schema
+    for key in place:  # the innermost description is that of the key
+        below = rule.get("items") if isinstance(key, int) else rule.get("properties", {}).get(key)
+        rule = below or {}
+        wants = rule.get("description", wants)
     raise ValueError(f"{where}: {'.'.join(keys)} is {error.instance!r}; it wants {wants}")
 
 
@@ -212,10 +211,10 @@ def _check_order(path: Path, jobs: list[dict], names: dict[str, Any]) -> None:
         if unknown := [other for other in others if other not in names]:
             near = nearest(unknown[0], names, 0)
             raise ValueError(f"{path}: {name} is after {unknown[0]!r}, which is no job; {near}")
-    left = dict(waits)
-    while left:
-        free = [name for name, others in left.items() if not any(o in left for o in others)]
-        if not free:
-            circle = ", ".join(left)
-            raise ValueError(f"{path}: these jobs wait for each other: {circle}; cut an `after`")
-        left = {name: others for name, others in left.items() if name not in free}
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        circle = ", ".join(name for name in waits if name in error.args[1])
+        raise ValueError(
+            f"{path}: these jobs wait for each other: {circle}; cut an `after`"
+        ) from None

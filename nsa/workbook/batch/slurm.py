@@ -15,13 +15,13 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nsa.workbook import record
-from nsa.workbook.batch.place import CHILD, Handle, Job, busy, outcome
-from nsa.workbook.files import read_json
+from nsa.workbook.batch.place import Job, busy, outcome, start_child
+from nsa.workbook.files import write_json
 from whyhung.cli import seconds
 
 SIGNAL_S = 60  # so long before its end Slurm signals a job; it may do so up to a minute earlier
@@ -74,12 +74,9 @@ class Slurm:
                 "this machine has no Slurm (there is no `sbatch`); start the batch on a cluster's "
                 "login node, or leave out `--on slurm` to run it here"
             )
-        try:
-            import submitit  # noqa: F401
-        except ModuleNotFoundError:
-            raise ValueError("runs on Slurm need submitit: pip install 'nsa[cluster]'") from None
+        import submitit  # noqa: F401  where it is missing, nothing is to be written
+
         self.every_s, self._next = every_s, 0.0
-        self._queued: dict[Job, str] = {}
         self._ended: set[Job] = set()  # at the last look
         self._strays_are_gone = False
         self._node_gpus: int | None = None
@@ -98,50 +95,40 @@ class Slurm:
                     f"it: {_said(asked)}; it has {self._partitions()}"
                 )
 
-    def start(self, ready: Sequence[Job]) -> dict[Job, Handle]:
-        room = self.at_a_time - len(self._queued)
+    def start(self, ready: Sequence[Job], running: Sequence[Job]) -> list[Job]:
         groups: dict[tuple[int, int], list[Job]] = defaultdict(list)
-        for job in ready[: max(room, 0)]:
+        for job in ready[: max(self.at_a_time - len(running), 0)]:
             groups[self._shape(job)].append(job)
-        started: dict[Job, Handle] = {}
-        for (gpus, minutes), jobs in groups.items():
-            self._end_strays(_name(jobs[0]))
+        started: list[Job] = []
+        for shape, jobs in groups.items():
+            self._end_strays(jobs[0], running)
             try:
-                ids = self._submit(jobs, gpus, minutes)
+                self._submit(jobs, *shape)
             except Exception as error:  # submitit's, with the last words of sbatch
                 said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-                if started:  # the others' handles must not be lost: these are tried again
+                if started:  # these were sent, and the others are tried again
                     break
                 raise OSError(errno.EAGAIN, f"Slurm took no job: {said}") from error
-            for job, job_id in zip(jobs, ids, strict=True):
-                started[job] = {"job": job_id, "gpus": gpus, "minutes": minutes}
-                self._queued[job] = job_id
+            started += jobs
         return started
 
-    def adopt(self, started: Mapping[Job, Handle]) -> None:
-        self._queued = {job: _id(job, handle) for job, handle in started.items()}
-
-    def poll(self, started: Mapping[Job, Handle]) -> dict[Job, str]:
+    def poll(self, running: Sequence[Job]) -> dict[Job, str]:
         if time.monotonic() < self._next:
             return {}
-        states = _states([_id(*one) for one in started.items()])
+        states = _states(map(_id, running))
         # squeue tries for 20 s to reach a controller that is down
         self._next = time.monotonic() + self.every_s * (10 if states is None else 1)
-        gone = {}
-        for job, handle in started.items():
-            why = self._gone(job, handle, states)
-            if why is not None:
-                self._queued.pop(job, None)
-                self._ended.discard(job)
-                gone[job] = why
+        found = {job: self._gone(job, states) for job in running}
+        gone = {job: why for job, why in found.items() if why is not None}
+        self._ended -= gone.keys()
         return gone
 
-    def cancel(self, started: Mapping[Job, Handle]) -> None:
-        _cancel([_id(*one) for one in started.items()])
+    def cancel(self, running: Sequence[Job]) -> None:
+        _cancel(map(_id, running))
         self._next = 0.0
 
     def _shape(self, job: Job) -> tuple[int, int]:
-        """GPUs and minutes that the job is queued with. ValueError where it has no time."""
+        """GPUs and minutes of the job in the queue. ValueError where it has no time."""
         limits = [job.timeout_s, self.time_s and self.time_s - MARGIN_S]
         if not any(limits):
             raise ValueError(
@@ -165,8 +152,8 @@ class Slurm:
             named["gpus_per_node"] = gpus
         return named | {"time": minutes}
 
-    def _submit(self, jobs: list[Job], gpus: int, minutes: int) -> list[str]:
-        """Their ids in Slurm; two or more are an array."""
+    def _submit(self, jobs: list[Job], gpus: int, minutes: int) -> None:
+        """Send them to the queue; two or more are an array."""
         import submitit
 
         folder = jobs[0].folder.parents[1] / "slurm"
@@ -186,31 +173,32 @@ class Slurm:
         logs = [str(job.log) for job in jobs]
         with _outside_jobs():
             sent = executor.map_array(run_child, files, logs, limits, [gpus] * len(jobs))
-        return [one.job_id for one in sent]
+        for job, one in zip(jobs, sent, strict=True):
+            write_json(job.folder / "queued.json", {"job": one.job_id, "minutes": minutes})
 
-    def _end_strays(self, name: str) -> None:
-        """Jobs that a driver sent and was killed before it wrote so: these would run twice, were it
-        not for the lock, and a cancelled batch would go on."""
+    def _end_strays(self, job: Job, running: Sequence[Job]) -> None:
+        """Cancel jobs that a driver sent and was killed before it wrote so: these would run twice,
+        were it not for the lock, and a cancelled batch would go on."""
         if self._strays_are_gone:
             return
         self._strays_are_gone = True
-        asked = _slurm("squeue", "-h", "-r", "-n", name, "-t", "PENDING", "-o", "%i")
-        waiting = asked.stdout.split() if asked else []
-        _cancel(sorted(set(waiting) - set(self._queued.values())))
+        asked = _slurm("squeue", "-h", "-r", "-n", _name(job), "-t", "PENDING", "-o", "%i")
+        _cancel({*asked.stdout.split()} - {*map(_id, running)} if asked else ())
 
-    def _gone(self, job: Job, handle: Handle, states: dict | None) -> str | None:
+    def _gone(self, job: Job, states: dict | None) -> str | None:
         """Why no child is at the job and none will be; None while one is or waits."""
         with contextlib.suppress(OSError):  # what a node wrote is seen at once, also over NFS
             job.folder.chmod(job.folder.stat().st_mode)
         if outcome(job.folder).ended and not busy(job):
-            if handle.get("job") not in (None, _id(job, handle)):  # an earlier driver's was first
-                _cancel([handle["job"]])
+            queued = job.says("queued").get("job")
+            if queued != _id(job):  # an earlier driver's was first
+                _cancel([queued])
             return ""
         if states is None:
-            return _overdue(job, handle)
-        state, reason = states.get(_id(job, handle), ("", ""))
+            return _overdue(job)
+        state, reason = states.get(_id(job), ("", ""))
         if state == "PENDING" and reason in NEVER:
-            _cancel([_id(job, handle)])
+            _cancel([_id(job)])
             return f"Slurm would never begin it ({reason})"
         if state not in ENDED:
             self._ended.discard(job)
@@ -222,7 +210,7 @@ class Slurm:
             return None
         begun = (job.folder / "started.json").exists()
         if state in ("FAILED", "COMPLETED") and not begun:  # its log will say why
-            _keep_last_words(job, handle)
+            _keep_last_words(job)
         return ENDED[state]
 
     def _sinfo(self, what: str) -> str:
@@ -248,31 +236,21 @@ def run_child(file: str, log: str, timeout_s: float, gpus: int) -> int:
     if parent := os.environ.get("SLURM_ARRAY_JOB_ID"):
         number = f"{parent}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     variables = os.environ | {"NSA_JOB": number} | ({} if gpus else only(""))
-    with Path(log).open("ab") as out:
-        child = subprocess.Popen(
-            [sys.executable, "-m", CHILD, file, str(timeout_s)],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    child = start_child(Path(file), Path(log), variables, str(timeout_s))
     for one in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(one, lambda _number, _frame: child.terminate())
     return child.wait()
 
 
 def _name(job: Job) -> str:
-    """Of a batch's jobs in `squeue`."""
+    """The name of a batch's jobs in `squeue`."""
     folder = job.folder.parents[1]
     return f"nsa-{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:6]}"
 
 
-def _id(job: Job, handle: Handle) -> str:
-    """In Slurm, as `squeue` writes it; "" when it is not known. A child tells its own."""
-    started = read_json(job.folder / "started.json")
-    found = started.get("slurm") if isinstance(started, dict) else None
-    return found or handle.get("job") or ""
+def _id(job: Job) -> str:
+    """Its id in Slurm as `squeue` writes it; "" when it is not known. A child tells its own."""
+    return job.says("started").get("slurm") or job.says("queued").get("job") or ""
 
 
 def _slurm(*command: str, input: str | None = None) -> subprocess.CompletedProcess[str] | None:
@@ -286,7 +264,7 @@ def _slurm(*command: str, input: str | None = None) -> subprocess.CompletedProce
     return None if asked.returncode and any(one in asked.stderr for one in lost) else asked
 
 
-def _states(ids: list[str]) -> dict[str, tuple[str, str]] | None:
+def _states(ids: Iterable[str]) -> dict[str, tuple[str, str]] | None:
     """State and reason of each of these jobs that Slurm knows; None when it does not answer."""
     wanted = ",".join(sorted({one for one in ids if one}))
     if not wanted:
@@ -298,12 +276,12 @@ def _states(ids: list[str]) -> dict[str, tuple[str, str]] | None:
     return {one: (state, reason) for one, state, reason in lines}
 
 
-def _cancel(ids: list[str]) -> None:
-    if known := [one for one in ids if one]:
+def _cancel(ids: Iterable[str | None]) -> None:
+    if known := sorted(filter(None, ids)):
         _slurm("scancel", *known)
 
 
-def _overdue(job: Job, handle: Handle) -> str | None:
+def _overdue(job: Job) -> str | None:
     """Slurm does not answer: the run's heartbeat and the job's time decide, once it has begun."""
     started = job.folder / "started.json"
     if not started.exists():
@@ -311,7 +289,7 @@ def _overdue(job: Job, handle: Handle) -> str | None:
     if _silent(job):
         return "Slurm does not answer, and its run is gone"
     age_s = time.time() - started.stat().st_mtime
-    minutes = handle.get("minutes")
+    minutes = job.says("queued").get("minutes")
     if minutes and age_s > 60 * minutes + record.LOST_AFTER_S:
         return f"Slurm does not answer, and its {minutes} minutes were over"
     return None
@@ -323,9 +301,9 @@ def _silent(job: Job) -> bool:
     return run is not None and record.status_now(record.load(run)) != "running"
 
 
-def _keep_last_words(job: Job, handle: Handle) -> None:
+def _keep_last_words(job: Job) -> None:
     """What the job printed before there was a child goes to the log that the driver reads."""
-    said = job.folder.parents[1] / "slurm" / f"{_id(job, handle)}_0_log.err"
+    said = job.folder.parents[1] / "slurm" / f"{_id(job)}_0_log.err"
     with contextlib.suppress(OSError), job.log.open("a") as log:
         log.write(said.read_text(errors="replace"))
 

@@ -266,7 +266,7 @@ def test_nothing_is_decided_without_runs(tmp_path):
 
 def test_the_command_prints_both_and_exits_by_todays_system(tmp_path, capsys):
     today(tmp_path)
-    words = ["decide", "--runs", str(tmp_path)]
+    words = ["explain", "--decide", "--runs", str(tmp_path)]
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
     assert (
@@ -275,5 +275,5 @@ def test_the_command_prints_both_and_exits_by_todays_system(tmp_path, capsys):
     for path in re.findall(rf"{tmp_path}/\S+?(?=#|\n)", printed):
         assert Path(path).exists()
     today(tmp_path / "worse", "no query")
-    assert cli.main(["decide", "--runs", str(tmp_path / "worse")]) == 1
+    assert cli.main(["explain", "--decide", "--runs", str(tmp_path / "worse")]) == 1
     assert "Today's system: NO-GO" in capsys.readouterr().out

@@ -247,7 +247,7 @@ def test_a_line_says_what_was_missed_and_why():
 
 def said(rows, monkeypatch, capsys):
     monkeypatch.setattr(selfcheck, "check", lambda *_, **__: rows)
-    return cli.main(["selfcheck"]), capsys.readouterr().out
+    return cli.main(["trial", "selfcheck"]), capsys.readouterr().out
 
 
 def test_the_command_ends_well_when_all_is_found(monkeypatch, capsys):
@@ -275,7 +275,7 @@ def test_the_command_writes_its_rows(monkeypatch, tmp_path):
         return rows
 
     monkeypatch.setattr(selfcheck, "check", check)
-    assert cli.main(["selfcheck", "--json", str(tmp_path / "rows.json")]) == 0
+    assert cli.main(["trial", "selfcheck", "--json", str(tmp_path / "rows.json")]) == 0
     content = json.loads((tmp_path / "rows.json").read_text())
     assert content["rows"][0] | {"found": "HANG", "right": True} == content["rows"][0]
     assert "torch" in content
@@ -294,13 +294,13 @@ def test_the_command_writes_its_rows(monkeypatch, tmp_path):
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(arguments, words, capsys):
-    assert cli.main(["selfcheck", *arguments]) == 2
+    assert cli.main(["trial", "selfcheck", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 
 
 def test_the_command_lists_what_there_is_to_plant(capsys):
-    assert cli.main(["selfcheck", "--list"]) == 0
+    assert cli.main(["trial", "selfcheck", "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(every())
 
 

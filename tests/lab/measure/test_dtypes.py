@@ -94,7 +94,7 @@ def test_a_preset_is_reported_as_its_training_will_be_without_memory():
 def test_a_checkpoint_is_reported_and_a_mixed_one_flagged(tmp_path, capsys):
     made = trained()
     made.save(tmp_path / "run" / "checkpoints")
-    assert cli.main(["dtypes", str(tmp_path / "run")]) == 0
+    assert cli.main(["env", "dtypes", str(tmp_path / "run")]) == 0
     printed = capsys.readouterr().out
     assert "parameters          fp32" in printed and "MISMATCH" not in printed
     (file,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -102,7 +102,7 @@ def test_a_checkpoint_is_reported_and_a_mixed_one_flagged(tmp_path, capsys):
     mixed = copy.deepcopy(content)
     mixed["model"]["head.weight"] = mixed["model"]["head.weight"].bfloat16()
     torch.save(mixed, tmp_path / "mixed.pt")
-    assert cli.main(["dtypes", str(tmp_path / "mixed.pt")]) == 1
+    assert cli.main(["env", "dtypes", str(tmp_path / "mixed.pt")]) == 1
     printed = capsys.readouterr().out
     assert "MISMATCH: head.weight is bf16 where most parameters are fp32" in printed
     assert "MISMATCH: head.weight is bf16; the config says fp32" in printed
@@ -123,13 +123,13 @@ def test_what_is_no_checkpoint_is_one_clear_line(tmp_path, capsys, monkeypatch):
         ("folder", "there is no checkpoint (step-000500.pt) in folder"),
         ("cpu_tset", "no preset (repro, step5"),
     ):
-        assert cli.main(["dtypes", what]) == 2
+        assert cli.main(["env", "dtypes", what]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
 
 
 def test_a_preset_by_name(capsys):
-    assert cli.main(["dtypes", "cpu_test", "--json"]) == 0
+    assert cli.main(["env", "dtypes", "cpu_test", "--json"]) == 0
     assert '"elements": 441408' in capsys.readouterr().out
 
 

@@ -11,10 +11,10 @@ from batches import NAMES, PLAN, MadeUp, opened, statuses, write_plan
 from nsa.workbook import record
 from nsa.workbook.batch import driver as driving
 from nsa.workbook.batch.driver import Driver
-from nsa.workbook.batch.place import locked
+from nsa.workbook.batch.place import locked, outcome
 from nsa.workbook.batch.plan import read_plan
 from nsa.workbook.batch.state import Batch
-from nsa.workbook.files import read_json
+from nsa.workbook.files import read_json, write_json
 
 pytestmark = pytest.mark.processes  # git, which is asked for the commit
 
@@ -41,10 +41,9 @@ def test_jobs_run_in_order_each_once_and_only_after_those_that_they_wait_for(her
     assert len(said) == 6 and said[0].startswith(f"[1/6] {NAMES[0]}: ok in 2.0 s  ")
     again = MadeUp()
     batch = run(again)
-    assert not again.ran and all(state.cached for state in batch.states)
-    manifest = read_json(batch.folder / "manifest.json")
-    assert [job["status"] for job in manifest["jobs"]] == ["ok"] * 6
-    assert len({job["run"] for job in manifest["jobs"]}) == 6  # repeats too have a run each
+    assert not again.ran and all(job.cached for job in batch.jobs)
+    assert [outcome(job.folder).status for job in batch.jobs] == ["ok"] * 6
+    assert len({job.outcome.run for job in batch.jobs}) == 6  # repeats too have a run each
 
 
 def test_what_failed_is_run_again_only_if_asked_and_nothing_comes_after_it(here):
@@ -60,8 +59,8 @@ def test_what_failed_is_run_again_only_if_asked_and_nothing_comes_after_it(here)
 def test_a_child_that_is_gone_leaves_a_record_that_says_why_and_is_run_again(here):
     place = MadeUp(ends={NAMES[0]: ["dies", "ok"]})
     batch = run(place)
-    assert batch.states[0].status == "stopped" and statuses(batch)[1:4] == ["ok"] * 3
-    lost = record.load(batch.states[0].outcome.run)
+    assert batch.jobs[0].status == "stopped" and statuses(batch)[1:4] == ["ok"] * 3
+    lost = record.load(batch.jobs[0].outcome.run)
     assert (lost["status"], lost["message"]) == ("lost", "its node died")
     assert statuses(run(place)) == ["ok"] * 6
     assert place.ran.count(NAMES[0]) == 2 and len(place.ran) == 7
@@ -69,15 +68,15 @@ def test_a_child_that_is_gone_leaves_a_record_that_says_why_and_is_run_again(her
 
 def test_a_driver_that_is_told_to_stop_ends_what_runs_and_the_next_one_goes_on(here):
     class Interrupting(MadeUp):
-        def start(self, ready):
+        def start(self, ready, running):
             if len(self.ran) == 2:
                 os.kill(os.getpid(), signal.SIGINT)
-            return super().start(ready)
+            return super().start(ready, running)
 
     place = Interrupting(ends={NAMES[2]: ["stays", "ok"]})
     batch = run(place)
     assert statuses(batch) == ["ok", "ok", "stopped", *["not run: stopped"] * 3]
-    assert record.load(batch.states[2].outcome.run)["stop_reason"] == "terminated"
+    assert record.load(batch.jobs[2].outcome.run)["stop_reason"] == "terminated"
     assert statuses(run(MadeUp())) == ["ok"] * 6
 
 
@@ -87,9 +86,9 @@ def test_a_budget_that_is_spent_and_a_request_to_cancel_end_it_too(here):
         run(MadeUp(), budget_s=0)
 
     class Cancelled(MadeUp):
-        def start(self, ready):
+        def start(self, ready, running):
             (opened().folder / "cancel").touch()
-            return super().start(ready)
+            return super().start(ready, running)
 
     batch = run(Cancelled(ends={NAMES[0]: "stays"}))
     assert statuses(batch) == ["stopped", *["not run: cancelled"] * 5]
@@ -106,19 +105,19 @@ def test_a_plan_has_one_driver(here):
 
 def test_a_manifest_that_is_lost_or_damaged_costs_nothing(here):
     batch = run(MadeUp())
-    for content in ("", "[]", "{", '{"jobs": 3}', '{"jobs": ["a"]}'):
+    for content in ("", "[]", "{", '{"plan": null}', '{"driver": null}'):
         (batch.folder / "manifest.json").write_text(content)
         place = MadeUp()
         assert statuses(run(place)) == ["ok"] * 6 and not place.ran
     shutil.rmtree(batch.folder)  # the runs alone are left
     place = MadeUp()
     assert statuses(run(place)) == ["ok"] * 6 and not place.ran
-    assert len({state.outcome.run for state in opened().states}) == 6
+    assert len({job.outcome.run for job in opened().jobs}) == 6
 
 
 @pytest.mark.parametrize("damage", ["removed", "emptied", "not JSON"])
 def test_a_run_that_somebody_damaged_is_told_and_run_again(here, damage):
-    run_folder = run(MadeUp()).states[1].outcome.run
+    run_folder = run(MadeUp()).jobs[1].outcome.run
     if damage == "removed":
         shutil.rmtree(run_folder)
     elif damage == "emptied":
@@ -210,10 +209,10 @@ def test_a_disk_so_full_that_not_even_the_record_can_be_closed_ends_it_in_order(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     class Full(MadeUp):
-        def poll(self, started):
-            for job in started:
+        def poll(self, running):
+            for job in running:
                 job.log.write_text(f"Traceback ...\nOSError: {os.strerror(errno.ENOSPC)}\n")
-            return dict.fromkeys(super().poll(started), "")
+            return dict.fromkeys(super().poll(running), "")
 
     monkeypatch.setattr(record, "close_lost", full)
     batch = run(Full(ends={NAMES[1]: "dies"}))
@@ -241,31 +240,32 @@ def test_a_manifest_that_cannot_be_written_is_told_once_and_ends_nothing(here, m
     assert len([line for line in said if "no manifest: No space left" in line]) == 1
 
 
-def test_a_later_driver_adopts_by_the_handles_of_the_manifest(here):
+def test_a_later_driver_takes_over_what_waits_in_a_queue(here):
     class Killed(BaseException):
         pass
 
-    class Place(MadeUp):
-        adopted = None
-
-        def poll(self, started):
+    class Queue(MadeUp):
+        def start(self, ready, running):
+            for job in super().start(ready, running):
+                write_json(job.folder / "queued.json", {"job": job.name})
             raise Killed
 
-        def adopt(self, started):
-            self.adopted = {job.name: handle for job, handle in started.items()}
+        def poll(self, running):
+            if running:
+                self.seen = [job.name for job in running]
+                raise Killed
+            return {}
 
-    batch = opened()
-    with pytest.raises(Killed):
-        Driver(batch, Place(at_a_time=2, ends=dict.fromkeys(NAMES, "stays"))).run()
-    later = Place(at_a_time=2)
-    with pytest.raises(Killed):
-        Driver(opened(), later).run()
-    assert later.adopted == {name: {"of": name} for name in NAMES[:2]}
+    for _ in range(2):
+        place = Queue(at_a_time=2)
+        with pytest.raises(Killed):
+            Driver(opened(), place).run()
+    assert not place.ran and place.seen == NAMES[:2]
 
 
 def test_what_a_job_asks_of_a_child_stands_in_its_file(here):
     batch = run(MadeUp())
-    asked = [read_json(state.job.file) for state in batch.states]
+    asked = [read_json(job.file) for job in batch.jobs]
     assert [one["again"] for one in asked] == [False] * 4 + [True] * 2
     assert [one["timeout_s"] for one in asked] == [None] * 4 + [120.0] * 2
     assert asked[0]["parameters"]["layers"] == 2 and asked[0]["root"] == str(here / "runs")
@@ -273,6 +273,6 @@ def test_what_a_job_asks_of_a_child_stands_in_its_file(here):
 
 def test_a_run_that_had_ended_when_its_child_was_killed_is_not_run_again(here):
     batch = run(MadeUp())
-    for state in batch.states:
-        (state.job.folder / "ended.json").unlink()
+    for job in batch.jobs:
+        (job.folder / "ended.json").unlink()
     assert statuses(run(place := MadeUp())) == ["ok"] * 6 and not place.ran

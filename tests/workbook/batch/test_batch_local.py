@@ -15,7 +15,7 @@ from processes import alive, environment_with_package, wait_until_there
 from sample_notebooks import errors_of
 
 from nsa.workbook import record
-from nsa.workbook.batch import local
+from nsa.workbook.batch import local, place
 from nsa.workbook.batch.local import Local
 from nsa.workbook.batch.place import Job
 from nsa.workbook.files import read_json, write_json
@@ -36,7 +36,7 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(local.subprocess, "Popen", Known)
     monkeypatch.setattr(local, "all_visible", lambda: Gpus(("3", "5", "7")))
-    monkeypatch.setattr(local, "CHILD", "batch_child")
+    monkeypatch.setattr(place, "CHILD", "batch_child")
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     yield
     for child in children:
@@ -81,13 +81,13 @@ def test_each_job_has_gpus_of_its_own_and_gives_them_to_the_next(jobs):
     place = Local()
     assert place.at_a_time == 3
     pair, one, none, last = jobs("pair", 2), jobs("one"), jobs("none", 0), jobs("last")
-    started = place.start([pair, one, none])
-    assert list(started) == [pair, one, none]
+    started = place.start([pair, one, none], [])
+    assert started == [pair, one, none]
     assert [seen(job)["gpus"] for job in started] == ["3,5", "7", ""]
-    assert place.start([last]) == {}
+    assert place.start([last], started) == []
     end(one)
     assert waited(lambda: place.poll(started)) == {one: ""}
-    assert place.start([last]).keys() == {last} and seen(last)["gpus"] == "7"
+    assert place.start([last], [pair, none]) == [last] and seen(last)["gpus"] == "7"
 
 
 def test_a_job_that_wants_more_gpus_than_there_are_is_refused(jobs):
@@ -101,43 +101,43 @@ def test_without_gpus_one_runs_at_once_unless_more_are_wished(jobs, monkeypatch)
     with pytest.raises(ValueError, match="wants 1 GPUs, and this machine lends none"):
         Local().check([jobs("one", 1)])
     place = Local()
-    assert len(place.start([jobs("a"), jobs("b")])) == 1
+    assert len(place.start([jobs("a"), jobs("b")], [])) == 1
 
 
-def test_another_driver_adopts_what_runs_with_its_gpus_though_it_knows_no_handle(jobs):
+@pytest.mark.parametrize("known", [True, False])
+def test_another_driver_adopts_what_runs_with_its_gpus(jobs, known):
     job = jobs("a")
-    handle = Local().start([job])[job]
-    assert seen(job)["pid"] == handle["pid"]
+    Local().start([job], [])
+    assert seen(job)["pid"] == job.says("queued")["pid"]
+    if not known:
+        (job.folder / "queued.json").unlink()
     later = Local()
-    later.adopt({job: {}})
-    assert later.free == ["5", "7"] and later.poll({job: {}}) == {}
+    assert later.free([job]) == ["5", "7"] and later.poll([job]) == {}
     end(job)
-    assert waited(lambda: later.poll({job: {}})) == {job: "its process is gone"}
-    assert sorted(later.free) == ["3", "5", "7"]
+    assert waited(lambda: later.poll([job])) == {job: "its process is gone"}
 
 
 def test_a_child_that_finds_another_at_its_job_leaves_it_to_that_one(jobs):
     job = jobs("a")
     first, second = Local(), Local()
-    first.start([job])
+    first.start([job], [])
     pid = seen(job)["pid"]
-    second.free.pop(0)
-    started = second.start([job])
-    assert second.free == ["7"]
-    waited(lambda: second.poll(started) == {} and job not in second._children)
-    assert sorted(second.free) == ["5", "7"] and alive(pid)
+    second.start([job], [job])
+    assert job.says("queued")["gpus"] == ["5"] and job.says("queued")["pid"] != pid
+    waited(lambda: second.poll([job]) == {} and job not in second._children)
+    assert second.free([job]) == ["5", "7"] and alive(pid)
     end(job)
-    assert waited(lambda: second.poll(started)) == {job: "its process is gone"}
+    assert waited(lambda: second.poll([job])) == {job: "its process is gone"}
 
 
 def test_a_job_is_cancelled_and_one_that_does_not_listen_is_killed(jobs, monkeypatch):
     monkeypatch.setattr(local, "GRACE_S", 0.1)
     place = Local()
-    started = place.start([jobs("a"), jobs("b", stubborn=True)])
+    started = place.start([jobs("a"), jobs("b", stubborn=True)], [])
     assert all(seen(job) for job in started)
     place.cancel(started)
     gone = {}
-    waited(lambda: gone.update(place.poll({j: h for j, h in started.items() if j not in gone}))
+    waited(lambda: gone.update(place.poll([job for job in started if job not in gone]))
            or len(gone) == 2)  # fmt: skip
     assert [gone[job] for job in started] == [
         "its process was ended by SIGTERM",
@@ -194,8 +194,8 @@ def test_many_runs_survive_sigkills_of_their_driver_and_none_is_done_twice(
     assert all((run / "report.html").is_file() for run in runs), told
     ran = count.read_text().splitlines()
     assert sorted(ran) == sorted(map(str, runs)), told
-    manifest = read_json(tmp_path / "runs/batches/plan/manifest.json")
-    assert len({job["run"] for job in manifest["jobs"]}) == runs_due
+    ends = tmp_path.glob("runs/batches/plan/jobs/*/ended.json")
+    assert len({read_json(file)["run"] for file in ends}) == runs_due
     assert not list(tmp_path.glob("runs/batches/plan/.manifest*"))
 
 
@@ -231,8 +231,8 @@ def test_a_batch_of_real_runs_tells_what_failed_where_and_is_cancelled_from_outs
     assert "code cell 3 of 4: 1 / (layers - 7)" in out, out
     assert "ZeroDivisionError: division by zero" in out
     assert "the same command goes on" in out and "waiting for 1 to end" in err
-    jobs = read_json(tmp_path / "runs/batches/plan/manifest.json")["jobs"]
-    run = tmp_path / "runs" / jobs[2]["run"]
+    (started,) = tmp_path.glob("runs/batches/plan/jobs/late-*/started.json")
+    run = Path(read_json(started)["run"])
     assert record.load(run)["stop_reason"] == "terminated"
     cells = nbformat.read(run / "notebook.ipynb", as_version=4).cells
     assert [errors_of(cell) for cell in cells if cell.get("outputs")][-1] == ["Terminated"]

@@ -15,9 +15,10 @@ from sample_notebooks import text_of
 from slurm_cluster import MISSING, Waiting, at_each_look, cluster, told, wait_for_state
 
 from nsa.workbook import record
+from nsa.workbook.batch import slurm
 from nsa.workbook.batch.driver import Driver
+from nsa.workbook.batch.place import outcome
 from nsa.workbook.batch.slurm import Slurm
-from nsa.workbook.files import read_json
 
 pytestmark = [
     pytest.mark.slow,
@@ -77,8 +78,7 @@ def test_jobs_of_one_kind_are_an_array_with_a_gpu_each_and_a_job_of_none_sees_no
     batch, _ = drive(events())
     assert statuses(batch) == ["ok"] * 3 and waiting.begun()[2] == "3: "
     assert len(waiting.runs()) == 3
-    manifest = read_json(batch.folder / "manifest.json")
-    assert [job["status"] for job in manifest["jobs"]] == ["ok"] * 3
+    assert [outcome(job.folder).status for job in batch.jobs] == ["ok"] * 3
     again, _ = drive()
     assert statuses(again) == ["ok"] * 3 and len(waiting.runs()) == 3
 
@@ -99,20 +99,18 @@ def test_a_driver_that_is_killed_leaves_jobs_that_the_next_one_takes_over(tmp_pa
     assert len(waiting.runs()) == 3 and len(waiting.begun()) == 3
 
 
-class KilledBehindItsSubmission(Slurm):
-    def start(self, ready):
-        if super().start(ready):
-            raise SystemExit
-        return {}
+def killed(*_):
+    raise SystemExit
 
 
-def test_jobs_that_no_manifest_knows_are_cancelled_before_they_are_sent_again(tmp_path):
+def test_jobs_that_no_file_knows_are_cancelled_before_they_are_sent_again(tmp_path, monkeypatch):
     waiting = Waiting(tmp_path, "1, 2")
     waiting.go.touch()
     told("scontrol", "update", "PartitionName=debug", "State=DOWN")
     try:
-        with pytest.raises(SystemExit):
-            drive(place=KilledBehindItsSubmission(every_s=0.3))
+        with monkeypatch.context() as patched, pytest.raises(SystemExit):
+            patched.setattr(slurm, "write_json", killed)
+            drive()
         lost = told("squeue", "-h", "-r", "-t", "PENDING", "-o", "%i").split()
         assert len(lost) == 2
     finally:
@@ -130,7 +128,7 @@ def test_a_job_over_its_time_on_slurm_leaves_the_partial_notebook_and_a_record(t
 
     def events():
         yield from waiting.wait()
-        (job,) = place._queued.values()
+        job = slurm._id(opened().jobs[0])
         told("scontrol", "update", f"JobId={job}", "TimeLimit=1")
 
     batch, said = drive(events(), place)
@@ -143,7 +141,7 @@ def test_a_job_over_its_time_on_slurm_leaves_the_partial_notebook_and_a_record(t
 def test_the_time_below_slurm_bounds_a_notebook_that_has_no_time_of_its_own(tmp_path):
     plan = "slurm: {time: 3.02m}\njobs: [{name: run, notebook: waits}]\n"
     waiting = Waiting(tmp_path, plan=plan)
-    job = opened().states[0].job
+    job = opened().jobs[0]
     place = Slurm(opened().plan.slurm)
     assert place._shape(job) == (1, 4)
     batch, said = drive()
@@ -159,7 +157,7 @@ def test_a_node_that_dies_leaves_the_partial_notebook_and_its_job_begins_again(t
     def events():
         yield from waiting.wait()
         yield from until_saved(waiting)
-        (job,) = place._queued.values()
+        job = slurm._id(opened().jobs[0])
         one_node.does("node-dies")
         yield from wait_for_state("PENDING", job)
         one_node.does("node")
@@ -174,7 +172,7 @@ def test_a_node_that_dies_leaves_the_partial_notebook_and_its_job_begins_again(t
     first, second = waiting.runs()
     assert record.load(first)["status"] == "lost"
     assert "its process or its node died" in record.load(first)["message"] and is_partial(first)
-    assert statuses(batch) == ["ok"] and batch.states[0].outcome.run == second
+    assert statuses(batch) == ["ok"] and batch.jobs[0].outcome.run == second
 
 
 def pause(seconds):
@@ -214,7 +212,7 @@ def test_a_job_that_is_preempted_closes_its_run_and_begins_again(tmp_path):
 
     def events():
         yield from waiting.wait()
-        (job,) = place._queued.values()
+        job = slurm._id(opened().jobs[0])
         whole = ["-p", "urgent", "--cpus-per-task=2", "--output=/dev/null"]
         told("sbatch", *whole, "--wrap", "sleep 1")
         yield from wait_for_state("PENDING", job)
@@ -225,7 +223,7 @@ def test_a_job_that_is_preempted_closes_its_run_and_begins_again(tmp_path):
     batch, _ = drive(events(), place)
     first, second = waiting.runs()
     assert record.load(first)["status"] == "killed" and is_partial(first)
-    assert statuses(batch) == ["ok"] and batch.states[0].outcome.run == second
+    assert statuses(batch) == ["ok"] and batch.jobs[0].outcome.run == second
 
 
 def test_a_batch_that_is_cancelled_closes_what_runs_and_takes_what_waits_from_the_queue(tmp_path):
