@@ -99,7 +99,7 @@ def draw(name: str, rule: dict, run, target: Path) -> list[Path]:
         given["note"] = stored.devices()
     figure = plot(shown, **given)
     try:
-        return looks.write(figure, target, name, stored.source())
+        return looks.write(figure, target, name, stored.source(), ("png", "svg"))
     finally:
         plt.close(figure)
 

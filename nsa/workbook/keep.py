@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nsa.lab.search.ledger import Ledger
 from nsa.workbook import environment, identity, metrics
-from nsa.workbook.files import read_json, write_atomically, write_json
+from nsa.workbook.files import lighten, read_json, write_atomically, write_json
 from nsa.workbook.record import load
 from whyhung.verdict import judge
 from whyhung.verdict.explain import page
@@ -42,6 +42,8 @@ def keep(folder: str | Path) -> list[str]:
         )
     check_source(folder)
     told = trials(folder)
+    if (notebook := folder / "notebook.ipynb").is_file():
+        lighten(notebook)
     if lost := lost_ids(folder):
         raise ValueError(f"{folder.name} names {len(lost)} trials that are gone: {lost[:LOST]}")
     if (size := _size(folder)) > MOST:

@@ -1,6 +1,7 @@
 """One look for every figure, and which rows of a metrics table it shows."""
 
 import textwrap
+from collections.abc import Sequence
 from contextlib import contextmanager
 
 from nsa.workbook import metrics
@@ -135,9 +136,9 @@ def caption(fig, text: str) -> None:
     fig.text(0.006, 0.2 * share / len(lines), "\n".join(lines), **look)
 
 
-def write(fig, folder, name: str, source: str) -> list:
-    """`name`.png and `name`.svg in a folder, in the style, with `source` at the foot and inside;
-    the same figure gives the same bytes. Returns their paths."""
+def write(fig, folder, name: str, source: str, kinds: Sequence[str] = ("svg",)) -> list:
+    """Write `name`.svg into a folder, in the style, with `source` at the foot and inside; the same
+    figure gives the same bytes. kinds: "svg", "png" or both. Returns the paths."""
     import matplotlib.pyplot as plt
 
     about = {"Title": name, "Description": source}
@@ -147,10 +148,11 @@ def write(fig, folder, name: str, source: str) -> list:
     for axes in fig.axes:  # the last bits of a layout differ from one process to the next
         bounds = axes.get_position(original=True).bounds
         axes.set_position([round(bound, 6) for bound in bounds])
-    files = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    files = [folder / f"{name}.{kind}" for kind in kinds]
     with style(), plt.rc_context({"svg.hashsalt": name}):
-        fig.savefig(files[0], metadata=about | {"Software": None})
-        fig.savefig(files[1], metadata=about | {"Date": None})
+        for file in files:
+            left_out = "Date" if file.suffix == ".svg" else "Software"
+            fig.savefig(file, metadata=about | {left_out: None})
     return files
 
 

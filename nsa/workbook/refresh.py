@@ -8,14 +8,12 @@ Outputs and execution counts stay: nbval compares no cell without a count.
 """
 
 import argparse
-import base64
-import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from nsa.workbook.files import write_notebook
+from nsa.workbook.files import lighten, write_notebook
 from whyhung.process import family
 
 CELL_TIMEOUT_S = 600
@@ -70,22 +68,8 @@ def execute(path: Path) -> None:
         client.execute(env=family.environment({**os.environ, "NSA_HEADLESS": "1"}, cookie))
     finally:
         family.end_family(cookie)
-    for cell in notebook.cells:
-        for output in cell.get("outputs", ()):
-            data = output.get("data", {})
-            if "image/png" in data:
-                data["image/png"] = lighter(data["image/png"])
     write_notebook(path, notebook)
-
-
-def lighter(png: str) -> str:
-    """A base64 PNG with 256 colours, a quarter of a plot's bytes: Git keeps every version of it."""
-    from PIL import Image
-
-    written = io.BytesIO()
-    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
-    image.quantize(256, method=Image.Quantize.FASTOCTREE).save(written, "png", optimize=True)
-    return base64.b64encode(written.getvalue()).decode()
+    lighten(path)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -160,8 +160,8 @@ class Run:
             raise AssertionError("; ".join(refuted))
 
     def show(self, figure: Any, name: str) -> None:
-        """Write the figure as `name`.png and `name`.svg, with this run at its foot. A notebook
-        displays it by itself. None, a plot that had nothing to draw, is left out."""
+        """Write the figure as `name`.svg, with this run at its foot. A notebook displays it by
+        itself, as PNG. None, a plot that had nothing to draw, is left out."""
         if figure is not None:
             looks.write(figure, self._made("figures"), name, self.source())
 

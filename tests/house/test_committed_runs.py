@@ -24,6 +24,12 @@ def test_a_committed_run_is_evidence_and_the_trials_that_it_names_can_be_opened(
     assert {folder.name: lost for folder in new if (lost := keep.lost_ids(folder))} == {}
 
 
+def test_runs_are_small_and_have_one_picture_of_a_figure():
+    files = tracked("runs/**")
+    assert sum(path.stat().st_size for path in files.values()) <= 40e6
+    assert [name for name in files if name.endswith(".png") and name[:-3] + "svg" in files] == []
+
+
 def gone_from(text: str, log: str = "") -> list[str]:
     """The runs that a text names and that are not there, unless the log says that they went."""
     kept = {folder.name for folder in FOLDERS}

@@ -1,12 +1,16 @@
 """What of a run is committed: small, without paths of this machine, and to be explained again."""
 
+import base64
+import io
 import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import nbformat
 import pytest
 from evidences import process, thread
+from PIL import Image
 from places import ROOT
 from sample_notebooks import SET_UP, write_notebook
 from verdict_cases import still
@@ -111,6 +115,21 @@ def test_keeping_adds_to_git_what_is_evidence_and_nothing_else(kept_run):
     assert {"record.json", "verdicts.json", f"trials/{ID}/verdict.json"} <= set(added)
     assert {name.split("/")[1] for name in added if "/" in name} == {ID, DIGITS, "print-schedule"}
     assert "report.html" not in added
+
+
+def test_pictures_of_a_kept_notebook_have_few_colours(kept_run):
+    written, file = io.BytesIO(), kept_run / "notebook.ipynb"
+    Image.radial_gradient("L").convert("RGB").save(written, "png")
+    shown = {"image/png": base64.b64encode(written.getvalue()).decode()}
+    cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("display_data", shown)])
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), file)
+    keep.keep(kept_run)
+    once = file.read_bytes()
+    (output,) = nbformat.read(file, as_version=4).cells[0].outputs
+    kept = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"])))
+    assert kept.mode == "P" and kept.size == (256, 256)
+    keep.keep(kept_run)
+    assert file.read_bytes() == once
 
 
 def test_what_is_no_evidence_or_names_a_trial_that_is_gone_is_not_kept(kept_run):
