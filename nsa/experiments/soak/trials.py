@@ -325,17 +325,19 @@ def foretell(cell: TrainingSpec, names: Sequence[str], gpu: str) -> list[Foretol
     from nsa.lab.estimate.alloc_conf import Settings
     from nsa.lab.estimate.pretend import gpu_named
     from nsa.lab.estimate.reserved import replay
-    from nsa.lab.estimate.trace import steady, trace
+    from nsa.lab.estimate.steps import run_of
+    from nsa.lab.estimate.trace import trace
 
     try:
         chosen = gpu_named(gpu)
-        step = steady(trace(replace(cell, device="cuda"), chosen).stream)
+        run = run_of(trace(replace(cell, device="cuda"), chosen))
     except ValueError as error:
         return [Foretold(name, math.nan, math.nan, str(error)) for name in names]
     found = []
     for name in names:
         try:
-            peak = replay(step, Settings.parse(name), repeat=3).peak
+            home = run.homes.__getitem__
+            peak = replay(run.stream, Settings.parse(name), where=home).peak
         except ValueError as error:
             found.append(Foretold(name, math.nan, math.nan, str(error)))
         else:

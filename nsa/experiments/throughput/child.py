@@ -98,8 +98,7 @@ def profile_cell(spec: dict) -> dict[str, Any]:
             with record_function(STEP):
                 trainer.step(trainer.steps_done)
             wait(device)
-        events = list(seen.events())
-    return of_step(events, STEP, device.type == "cuda")
+    return of_step(seen, STEP, device.type == "cuda")
 
 
 def warmup_of(trainer: Trainer, cell: TrainCell) -> int:

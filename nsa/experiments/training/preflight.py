@@ -91,7 +91,7 @@ def needed(job: Job, ranks: int) -> tuple[int, int | None, str]:
     """Bytes on each rank: (weights, gradients and moments, exactly; with activations the least that
     the peak can be, None where no formula is known; how uncertain that is)."""
     model, train = job.model, job.train
-    state = predict(model, train.tokens)
+    state = predict(model)
     shards = ranks if job.kind == "fsdp" else 1
     buckets = state.gradients if job.kind == "ddp" and not job.gradient_as_bucket_view else 0
     exact = (state.fixed + buckets) // shards
@@ -210,7 +210,7 @@ def _disk(job: Job, runs: Path) -> Finding:
     count = KEPT + 1 if job.save_every else int(job.weights)
     if not count:
         return Finding("disk", "ok", "no checkpoint is written")
-    state = predict(job.model, job.train.tokens)
+    state = predict(job.model)
     size = count * (state.weights + state.optimizer_state)
     place = next(p for p in (runs.absolute(), *runs.absolute().parents) if p.exists())
     free = shutil.disk_usage(place).free

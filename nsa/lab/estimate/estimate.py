@@ -15,7 +15,7 @@ from nsa.lab.estimate.alloc_conf import Settings
 from nsa.lab.estimate.pretend import GIB, Gpu, gpu_named
 from nsa.lab.estimate.steps import Run, run_of
 from nsa.lab.estimate.trace import Trace, steady, trace
-from nsa.lab.measure.allocations import Stream, replay
+from nsa.lab.measure.allocations import lifetimes, replay
 from nsa.lab.oracles.steps import anywhere
 from nsa.lab.training import TrainingSpec
 from nsa.spelling import choice
@@ -208,22 +208,10 @@ def largest(
 
 def saved(traced: Trace) -> dict[str, int]:
     """Bytes by module that the forward allocated and that live when it ends, the largest first."""
-    born, ended = _forward(traced.stream)
-    alive: dict[int, int] = {}
-    for at in range(ended):
-        address, size = traced.stream.addresses[at], traced.stream.sizes[at]
-        if size < 0:
-            alive.pop(address, None)
-        elif at >= born:
-            alive[address] = size
+    lives = lifetimes(traced.stream)
+    start, end = [span for name, *span in lives.spans if name == "forward"][-1]
     found: dict[str, int] = defaultdict(int)
-    for address, size in alive.items():
-        found[anywhere(traced.where.get(address, ""))] += size
+    for block in (lives.alive(end) & (lives.born >= start)).nonzero()[0].tolist():
+        address = traced.stream.addresses[lives.born[block]]
+        found[anywhere(traced.where.get(address, ""))] += int(lives.sizes[block])
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _forward(stream: Stream) -> tuple[int, int]:
-    """Where the last forward starts and ends."""
-    marks = [*stream.marks, (len(stream), "end")]
-    number = max(i for i, (_, phase) in enumerate(marks) if phase == "forward")
-    return marks[number][0], marks[number + 1][0]

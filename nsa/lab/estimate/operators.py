@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from nsa.lab.estimate import cpu, libraries
+from nsa.lab.estimate import libraries
 from nsa.lab.estimate.libraries import round_up
 
 aten = torch.ops.aten
@@ -36,7 +36,8 @@ def besides(tracker: Any, func: Any, args: tuple, kwargs: dict, out: Any) -> tup
     found = BESIDES[tracker.device].get(func)
     if found is not None:
         return found(args, kwargs, out)
-    if not _plain(func) and func not in ON_A_CPU[tracker.device]:
+    # A CPU's need no more than their results where a GPU's do, by the allocator's events.
+    if not _plain(func) and (tracker.device == "cuda" or func not in BESIDES["cuda"]):
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         size = sum(_bytes(x) for x in made if x.device.type == tracker.device)
         if size:
@@ -136,10 +137,11 @@ def _efficient_backward(args, kwargs, out) -> tuple[int, ...]:
 
 # Bytes that an operator allocates and frees again while its results are there, from (args, kwargs,
 # out). What is left out is below a thousandth of any step's peak: reductions' partial sums,
-# _foreach_norm's, topk's counts, and the fused norm's, which has some from 65,536 rows on.
+# _foreach_norm's, topk's counts, and the fused norm's, which has some from 65,536 rows on. So are
+# a CPU's tiles of flash attention, for each thread, but in steps of a few MiB (2 % were seen).
 _BOTH = {aten.logsumexp.default: _logsumexp, aten._safe_softmax.default: _safe_softmax}
 BESIDES: dict[str, dict[Any, Callable[..., tuple[int, ...]]]] = {
-    "cpu": _BOTH | cpu.BESIDES,
+    "cpu": _BOTH,
     "cuda": _BOTH
     | {
         aten._softmax_backward_data.default: _softmax_backward,
@@ -169,11 +171,9 @@ RESULTS_ONLY = frozenset(
     _fused_rms_norm _fused_rms_norm_backward native_layer_norm silu_backward gelu gelu_backward
     sigmoid_backward tanh_backward _foreach_norm isin _local_scalar_dense
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
     """.split()  # noqa: SIM905
 )
-
-# And those that do so on a CPU but not on a GPU, by the allocator's events.
-ON_A_CPU = {"cpu": BESIDES["cuda"].keys() - BESIDES["cpu"].keys(), "cuda": frozenset()}
 
 
 def _plain(func: Any) -> bool:

@@ -21,7 +21,6 @@ class Prediction:
     weights: int
     gradients: int
     optimizer_state: int
-    quadratic: int  # of one fp32 [B, HQ, T, T] in one layer; 0 for a backend that holds none
 
     @property
     def fixed(self) -> int:
@@ -29,23 +28,13 @@ class Prediction:
         return self.weights + self.gradients + self.optimizer_state
 
 
-def predict(config: ModelConfig, tokens: int, batch: int = 1, backend: str = "") -> Prediction:
-    """Exact for the parts named, with fp32 weights: 4 bytes a parameter for the weight, 4 for its
-    gradient, 8 for AdamW's moments, and 4 for each parameter tensor's step count.
-
-    `backend` replaces the config's; "auto" counts as one that holds no T x T tensor. ValueError for
-    an unknown backend, or sizes below 1.
-    """
-    if tokens < 1 or batch < 1:
-        raise ValueError(f"tokens={tokens} and batch={batch} must be at least 1")
-    name = check_name(backend or config.backend)
+def predict(config: ModelConfig) -> Prediction:
+    """Exact, with fp32 weights: 4 bytes a parameter for the weight, 4 for its gradient, 8 for
+    AdamW's moments, and 4 for each parameter tensor's step count."""
     with torch.device("meta"):
         parameters = list(LanguageModel(config).parameters())
     weights = FP32 * sum(p.numel() for p in parameters)
-    square = FP32 * batch * config.heads * tokens**2
-    holds = name != "auto" and get(name).quadratic
-    moments = 2 * weights + FP32 * len(parameters)
-    return Prediction(weights, weights, moments, square if holds else 0)
+    return Prediction(weights, weights, 2 * weights + FP32 * len(parameters))
 
 
 @dataclass(frozen=True)
@@ -68,12 +57,6 @@ class Activations:
     def total(self) -> int:
         return self.casts + self.linear + self.quadratic
 
-    @property
-    def terms(self) -> dict[str, int]:
-        """By the part of the model that keeps them, but for casts."""
-        both = {"attention": self.attention + self.quadratic, "head": self.head}
-        return {"residual": self.residual, "mlp": self.mlp, **both}
-
 
 def predicted_peak(
     config: ModelConfig, tokens: int, batch: int = 1, dtype: str = "fp32", backend: str = ""
@@ -83,7 +66,7 @@ def predicted_peak(
     When the forward ends: weights, AdamW's moments and activations. When the optimizer runs:
     weights, gradients and moments.
     """
-    state = predict(config, tokens, batch, backend)
+    state = predict(config)
     kept = activations(config, tokens, batch, dtype, backend).total
     return max(state.weights + state.optimizer_state + kept, state.fixed)
 
@@ -100,7 +83,7 @@ def activations(
     """
     name = get(check_name(backend or config.backend)).name
     size = FP32 if dtype == "fp32" else 2
-    weights = predict(config, tokens, batch, backend).weights
+    weights = predict(config).weights
     each, rows = config.layers * batch, batch * tokens
     one_by_one = one_token_at_a_time(config, tokens) if name == "sequential" else 0
     return Activations(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, profile
 
 from nsa.lab.measure.counting import WAITS
 
@@ -21,7 +21,7 @@ def activities_of(device: torch.device) -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
 
 
-def of_step(events: Iterable, name: str, on_gpu: bool) -> dict[str, Any]:
+def of_step(seen: profile, name: str, on_gpu: bool) -> dict[str, Any]:
     """Of a profile in which the range `name` is around one step.
 
     `kernels`: the most expensive, {name, ms, share, calls}; on a GPU the device's own times, of
@@ -31,28 +31,34 @@ def of_step(events: Iterable, name: str, on_gpu: bool) -> dict[str, Any]:
     and `syncs` counted while the step was issued. On a CPU, where nothing is launched, the last
     five are None.
     """
-    events = list(events)
-    whole = next(e for e in events if e.name == name and e.device_type == DeviceType.CPU)
-    events = [event for event in events if not event.is_user_annotation]
+    spans, work = measured(seen, on_gpu)
+    hosted = [(e.name, e.time_range) for e in seen.events() if e.device_type == DeviceType.CPU]
+    step = next(at for one, at in hosted if one == name)
     if on_gpu:
-        kernels, step = device_work(events), whole.time_range
-        hosted = [(e.name, e.time_range) for e in events if e.device_type == DeviceType.CPU]
-        issued = [name for name, at in hosted if step.start <= at.start and at.end <= step.end]
+        issued = [one for one, at in hosted if step.start <= at.start and at.end <= step.end]
         return {
-            "kernels": top(by_operator(events, kernels)),
-            **gaps([span for spans in kernels.values() for span in spans]),
-            "launches": sum(any(part in name for part in LAUNCHES) for name in issued),
-            "syncs": sum(bool(WAITS.fullmatch(name)) for name in issued),
+            "kernels": top(spans),
+            **gaps([span for found in work.values() for span in found]),
+            "launches": sum(any(part in one for part in LAUNCHES) for one in issued),
+            "syncs": sum(bool(WAITS.fullmatch(one)) for one in issued),
         }
-    spans = operators(events)
-    step_ms = (whole.time_range.end - whole.time_range.start) / 1e3
+    step_ms = (step.end - step.start) / 1e3
     unknown = dict.fromkeys(("idle_ms", "gaps", "longest_gap_ms", "launches", "syncs"))
     return {"kernels": top(spans), "step_ms": step_ms, "busy_ms": total(spans), **unknown}
 
 
+def measured(seen: profile, on_gpu: bool) -> tuple[Spans, Spans]:
+    """What took how long, by operator; and on a GPU the device's own work."""
+    if not on_gpu:
+        return own_times(seen.profiler.kineto_results.experimental_event_tree()), {}
+    events = [event for event in seen.events() if not event.is_user_annotation]
+    work = device_work(events)
+    return by_operator(events, work), work
+
+
 def own_times(tree: Iterable) -> Spans:
-    """`operators` of a profile's event tree, which is there at once: torch needs 10 s for 100,000
-    events. Without named ranges."""
+    """Each operator's own time on a CPU, without those that it calls, off a profile's event tree,
+    which is there at once: torch needs 10 s for 100,000 events. Without named ranges."""
     kinds, ranges = torch._C._profiler._EventType, torch._C._profiler.RecordScope.USER_SCOPE
     spans, waiting = defaultdict(list), list(tree)
     while waiting:
@@ -61,14 +67,6 @@ def own_times(tree: Iterable) -> Spans:
         if event.tag == kinds.TorchOp and event.extra_fields.scope != ranges:
             called = sum(c.duration_time_ns for c in event.children if c.tag == kinds.TorchOp)
             spans[event.name].append((0.0, (event.duration_time_ns - called) / 1e6))
-    return spans
-
-
-def operators(events: Iterable) -> Spans:
-    """Each operator's own time on a CPU, without those that it calls."""
-    spans = defaultdict(list)
-    for event in events:
-        spans[event.name].append((0.0, event.self_cpu_time_total / 1e3))
     return spans
 
 

@@ -182,17 +182,13 @@ class StepTrace:
                 host_ms["step"] += step.duration_time_ns / 1e6
                 for phase in step.children:
                     host_ms[phase.name] += phase.duration_time_ns / 1e6
-        on_gpu = self.device.type == "cuda"
+        on_gpu, device_ms = self.device.type == "cuda", defaultdict(float)
+        spans, work = kernels.measured(self._seen, on_gpu)
         if on_gpu:
-            events = list(self._seen.events())
-            work = kernels.device_work(events)
-            spans = kernels.by_operator((e for e in events if not e.is_user_annotation), work)
-            whole = kernels.gaps([span for times in work.values() for span in times])["step_ms"]
-            device_ms: dict[str, float] = defaultdict(float, step=whole)
+            whole = kernels.gaps([span for times in work.values() for span in times])
+            device_ms["step"] = whole["step_ms"]
             for row in self._times.steps():
                 device_ms[row["phase"]] += row["ms"]
-        else:
-            spans, device_ms = kernels.own_times(tree), {}
         names = (*PHASES, BETWEEN, "step")
         phases = [
             {"phase": name, "host_ms": host_ms.get(name), "device_ms": device_ms.get(name)}

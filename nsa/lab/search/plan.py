@@ -89,16 +89,13 @@ class Plan:
     def from_dict(cls, found: Mapping[str, Any]) -> Plan:
         """The plan that a YAML file holds. ValueError for a key it does not have."""
         names = [f.name for f in fields(cls) if f.init]
+        found = {name: value for name, value in found.items() if name != "screen"}  # of old plans
         for name in found:
             if name not in names:
                 raise ValueError(f"a plan has no {name!r}; {nearest(name, names)}")
         if not found.get("factors"):
             raise ValueError("a plan needs factors, e.g. {layers: [1, 6]}")
         return cls(**found)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; `from_dict` brings the same plan back."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     @property
     def base(self) -> Cell:

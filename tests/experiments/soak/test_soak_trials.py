@@ -216,7 +216,7 @@ def test_each_setting_is_foretold_and_what_is_not_known_says_why(monkeypatch):
     for address in range(40):
         step.free(address)
     step.mark("end")
-    traced = SimpleNamespace(stream=step)
+    traced = SimpleNamespace(stream=step, streams={})
     monkeypatch.setattr("nsa.lab.estimate.trace.trace", lambda spec, gpu: traced)
     usual, powers, wrong = trials.foretell(
         CELL, ["", "roundup_power2_divisions:2", "a:1"], "NVIDIA H200"

@@ -112,12 +112,12 @@ def test_memory_that_cannot_be_known_is_said_to_be_unknown(gpu):
 
 def test_the_exact_part_is_exact_and_ranks_share_it_only_under_fsdp():
     exact, peak, _ = checks.needed(job(), 1)
-    assert exact == predict(preset("cpu_test"), 48).fixed < peak
+    assert exact == predict(preset("cpu_test")).fixed < peak
     assert checks.needed(replace(job(), kind="fsdp", ranks=2), 2)[0] == exact // 2
     ddp = replace(job(), kind="ddp", ranks=2)
     assert checks.needed(ddp, 2)[0] == exact
     twice = checks.needed(replace(ddp, gradient_as_bucket_view=False), 2)[0]
-    assert twice == exact + predict(preset("cpu_test"), 48).gradients
+    assert twice == exact + predict(preset("cpu_test")).gradients
 
 
 def test_ranks_on_cpus_share_the_memory_of_their_machine(place, monkeypatch):
@@ -129,7 +129,7 @@ def test_ranks_on_cpus_share_the_memory_of_their_machine(place, monkeypatch):
 
 def test_gradients_are_there_with_the_activations_only_where_they_stay():
     single, shared = job(), job(train={"batch": 8}, kind="ddp", ranks=2)
-    gradients = predict(preset("cpu_test"), 48).gradients
+    gradients = predict(preset("cpu_test")).gradients
     assert checks.needed(shared, 2)[1] - checks.needed(single, 1)[1] == gradients
 
 
@@ -254,7 +254,7 @@ def test_options_that_are_used_are_not_warned_of():
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_refused(place, monkeypatch):
-    state = predict(preset("cpu_test"), 48)
+    state = predict(preset("cpu_test"))
     one = state.weights + state.optimizer_state
     usage = SimpleNamespace(free=3 * one - 1)  # two are kept as a third is written
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)

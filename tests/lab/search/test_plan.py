@@ -224,9 +224,8 @@ def test_a_strangers_factors_may_be_any_json():
         Plan(subject=STRANGER, factors={"ranks": [0]})
 
 
-def test_a_plan_survives_json():
-    made = plan(never=[{"layers": 2}], kind="HANG", question="why?")
-    assert Plan.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+def test_a_plan_with_what_is_gone_still_opens():
+    assert plan(screen=True) == plan()
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("params/plan_*.yaml")), ids=lambda p: p.stem)
