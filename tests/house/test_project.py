@@ -112,7 +112,7 @@ def test_the_readme_is_short():
 def test_a_table_lists_every_backend_in_the_order_of_preference():
     from nsa.attention.registry import backends
 
-    text = (ROOT / "docs/attention.md").read_text()
+    text = (ROOT / "docs/attention.md").read_text().partition("## Backends")[2].partition("## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", text, re.M)
     assert rows == [(b.name, "yes" if b.quadratic else "no") for b in backends()]
 

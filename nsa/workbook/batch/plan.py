@@ -30,6 +30,7 @@ class Entry:
     """
 
     name: str  # of the list's entry, the grid's values and the repeat
+    question: str
     planned: Planned
     source: str
     repeat: int = 1
@@ -127,6 +128,7 @@ class _Expander:
         whole = {key: self.defaults[key] for key in ("timeout", "gpus") if key in self.defaults}
         whole |= job
         options = {
+            "question": " ".join(job.get("question", "").split()),
             "source": source,
             "repeats": job.get("repeats", 1),
             "timeout_s": seconds(whole["timeout"]) if "timeout" in whole else None,
