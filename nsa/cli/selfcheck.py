@@ -5,7 +5,7 @@ import sys
 import time
 
 from nsa.cli.options import FAILED, GOOD, SEVERAL, check_json, command, duration, provenance
-from nsa.experiments.selfcheck.faults.registry import GROUPS
+from nsa.experiments.selfcheck.registry import GROUPS
 
 
 def add(commands) -> None:
@@ -33,14 +33,14 @@ def add(commands) -> None:
 
 def selfcheck(arguments) -> int:
     """Run faults and programs that this machine can hold, judge each, and print the matrix."""
-    from nsa.experiments.selfcheck.faults import registry
+    from nsa.experiments.selfcheck import registry
     from nsa.experiments.selfcheck.trials import check, slack
     from nsa.workbook.files import write_json
 
     chosen = registry.chosen(arguments.only, arguments.group, arguments.batch)
     if arguments.list:
         for fault in chosen:
-            print(f"{fault.name:30} {fault.due:26} {fault.text}")
+            print(f"{fault.name:36} {fault.due:26} {fault.text}")
         return GOOD
     check_json(arguments.json)
     if (times := slack(arguments.load)) > 1:

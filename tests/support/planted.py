@@ -2,7 +2,7 @@
 
 import importlib
 
-from nsa.experiments.selfcheck.faults.registry import chosen
+from nsa.experiments.selfcheck.registry import chosen
 from whyhung.process.child import standing
 
 

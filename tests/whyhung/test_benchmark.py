@@ -5,11 +5,12 @@ import json
 import pathlib
 import re
 import sys
+import time
 
 import pytest
 import score
-from hang_programs import FOLDER, chosen, read
-from hang_runs import parents
+from hang_programs import FOLDER, GROUPS, chosen, read
+from hang_runs import Run, parents
 
 PROGRAMS = chosen()
 STUB = """
@@ -177,6 +178,38 @@ def test_tools_that_read_dumps_find_nothing_in_a_healthy_program(tmp_path, monke
     assert row["valid"] and not row["told"], row
 
 
+def ran(program, form, folder, seconds):
+    """(exit code or None, marks) of a run that ended, or hung for two seconds."""
+    run = Run(program.command(form), folder, {"HANGS_SCALE": "0.02"})
+    try:
+        end = time.monotonic() + seconds
+        while run.look() is None and time.monotonic() < min(end, run.marks.get("fault", end) + 2):
+            time.sleep(0.1)
+        return run.look(), set(run.marks)
+    finally:
+        run.end(1)
+
+
+CPU = [(program, form) for program in chosen("cpu") for form in program.runs]
+FIRST = {(program.name, program.runs[0]) for program in chosen("cpu")}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.real_starts
+@pytest.mark.parametrize(
+    ("program", "form"),
+    [
+        pytest.param(p, form, marks=[] if (p.name, form) in FIRST else pytest.mark.long)
+        for p, form in CPU
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_healthy_programs_end_and_hangs_do_not(program, form, tmp_path):
+    code, marks = ran(program, form, tmp_path / "run", 120)
+    assert (code, marks) == ((0, {"quiet", "over"}) if program.healthy else (None, {"fault"}))
+
+
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.real_starts
@@ -196,4 +229,4 @@ def test_an_unknown_program_is_said_so(only, said):
 
 
 def test_programs_lie_where_they_are_looked_for():
-    assert {path.parent.name for path in FOLDER.glob("*/*.py")} == {"cpu", "gpu"}
+    assert {path.parent.name for path in FOLDER.glob("*/*.py")} == {*GROUPS, "faults"}

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.experiments.selfcheck.faults.registry import Fault
+from nsa.experiments.selfcheck.registry import Fault
 from whyhung.watch.evidence import Evidence
 
 NOTHING = "not run"
 LATE = "the time for all of them was over"
-_FILE = re.compile(r"(?:[\w./-]*/)?nsa/experiments/selfcheck/(?:faults|programs)/\w+\.py")
-_MODULE = re.compile(r"nsa\.experiments\.selfcheck\.(?:faults|programs)(?:\.\w+)*(?::\w+)?")
-_HIDDEN = ("subject", "settings")  # of a spec
+_FILE = re.compile(r"(?:[\w./-]*/)?tests/whyhung/programs/\w+/\w+\.py")
+_MODULE = re.compile(r"\bfaults\.\w+(?::\w+)?")
+_HIDDEN = ("subject", "settings", "command")  # of a spec
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:
 
 def blind(evidence: Evidence, fault: Fault) -> Evidence:
     """The evidence without what tells which fault it is of."""
-    made = re.compile(rf"\b{re.escape(fault.subject.partition(':')[2])}\b")
+    made = re.compile(rf"\b{re.escape(fault.where.partition(':')[2] or 'Subject')}\b")
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
-            hidden = _HIDDEN if "steps" in value else ()
+            hidden = _HIDDEN if {"steps", "command"} & value.keys() else ()
             return {key: without(item) for key, item in value.items() if key not in hidden}
         if isinstance(value, list | tuple):
             return [without(item) for item in value]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas
 
-from nsa.experiments.selfcheck.faults.registry import Fault
 from nsa.experiments.selfcheck.judged import Judged, matrix
+from nsa.experiments.selfcheck.registry import Fault
 from nsa.workbook.files import plain, write_json
 from whyhung.process.trial import Outcome
 from whyhung.verdict import KINDS

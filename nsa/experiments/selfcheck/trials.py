@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nsa.experiments.selfcheck.faults.registry import Fault, chosen, every, why_not
 from nsa.experiments.selfcheck.judged import LATE, NOTHING, Judged, blind
+from nsa.experiments.selfcheck.registry import Fault, chosen, every, why_not
 from nsa.lab import attached, oracles
 from nsa.lab.training import TrainingSpec
 from nsa.workbook import environment
@@ -32,6 +32,8 @@ from whyhung.verdict.explain import page
 from whyhung.watch.evidence import Evidence
 
 STALL_S = 5.0
+# A program's name says what it is: it runs under another one, in a folder of its own.
+NAMELESS = "sh", "-c", 'cp "$1" subject.py && shift && exec "$@"', "sh"
 ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # all that need no word of what is planted
 HEAD = 5  # lines of a page in which the user's line must stand
 # It ends with us, whatever ends us.
@@ -144,11 +146,14 @@ def plant(
     began = time.monotonic()
     times = 1 if fault.predicted_s else slack(load)  # what is slow is slower beside others
     limits = {"deadline_s": times * fault.deadline_s, "stall_s": STALL_S, "on_hang": "kill"}
-    limits |= {"predicted_s": fault.predicted_s, "on_stall": "report" if fault.control else "kill"}
-    with _company(folder) if fault.beside else nullcontext():
-        made = spec(fault, scale)
-        evidence = runner.run(made, folder=folder, stop=stop, attached=attached.PATH, **limits)
-    Path(folder, "evidence.json").write_text(json.dumps(evidence.to_dict()), encoding="utf-8")
+    limits |= {"on_stall": "report" if fault.control else "kill"}
+    if fault.command:
+        evidence = watched(fault, Path(folder), scale, stop or threading.Event(), **limits)
+    else:
+        limits |= {"predicted_s": fault.predicted_s, "attached": attached.PATH}
+        with _company(folder) if fault.beside else nullcontext():
+            evidence = runner.run(spec(fault), folder=folder, stop=stop, **limits)
+        Path(folder, "evidence.json").write_text(json.dumps(evidence.to_dict()), encoding="utf-8")
     evidence = blind(evidence, fault)
     verdict = judge(evidence)
     told = [
@@ -192,16 +197,52 @@ def _line_named(fault: Fault, text: str) -> bool | None:
     return any(re.search(one, head) for one in due) if due else None
 
 
-def spec(fault: Fault, scale: float = 1.0) -> runner.Spec:
-    """What is run: the same oracles for all that is planted, so that they tell nothing of it.
+def watched(
+    fault: Fault,
+    folder: Path,
+    scale: float,
+    stop: threading.Event,
+    *,
+    deadline_s: float,
+    stall_s: float,
+    on_hang: str,
+    on_stall: str,
+) -> Evidence:
+    """The evidence that `whyhung watch` leaves in `folder` of a program, run as its user would."""
+    from hang_runs import Run
 
-    What needs no GPU sees none, so that it may run beside a trial that does.
-    """
+    folder = folder.absolute()
+    options = {"folder": folder, "limit": deadline_s, "stall-s": stall_s}
+    options |= {"on-hang": on_hang, "on-stall": on_stall}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    program = ["subject.py" if word == fault.script else word for word in fault.command]
+    watch = [sys.executable, "-m", "whyhung", "watch", *words, "--", *program]
+    run = Run(
+        [*NAMELESS, fault.script, *watch],
+        folder,
+        {"HANGS_SCALE": f"{scale:g}"} | _environment(fault),
+    )
+    try:
+        while run.look() is None and not stop.is_set():
+            time.sleep(0.2)
+    finally:
+        run.end()
+    file = folder / "evidence.json"
+    if not file.is_file():
+        raise RuntimeError(f"{fault.name} left no evidence: {run.err().strip()[-500:]}")
+    return Evidence.from_dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def spec(fault: Fault) -> runner.Spec:
+    """What is run: the same oracles for all that is planted, so that they tell nothing of it."""
     how = {"settings": fault.settings, "steps": fault.steps, "ranks": fault.ranks}
-    env = {"OMP_NUM_THREADS": "1", "NSA_PROGRAM_SCALE": f"{scale:g}"}
-    env |= {} if fault.needs else {"CUDA_VISIBLE_DEVICES": ""}
-    asked = ORACLES if fault.group == "planted" else ()  # they would run a program once more
-    return runner.Spec(fault.subject, **how, oracles=asked, env=env)
+    asked = ORACLES if fault.group == "planted" else ()  # they would run the others once more
+    return runner.Spec(fault.subject, **how, oracles=asked, env=_environment(fault))
+
+
+def _environment(fault: Fault) -> dict[str, str]:
+    """What needs no GPU sees none, so that it may run beside a trial that does."""
+    return {"OMP_NUM_THREADS": "1"} | ({} if fault.needs else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def _row(fault: Fault, number: int, load: int, **found: object) -> Judged:
@@ -233,7 +274,7 @@ def _company(folder: str | Path) -> Iterator[None]:
     holds = there / "holds"
 
     def beside() -> None:
-        entry = "nsa.experiments.selfcheck.faults.devices:hold"
+        entry = "faults.devices:hold"
         with suppress(trial.Stopped):
             trial.run_child(entry, {"file": str(holds)}, deadline_s=120.0, folder=there, stop=stop)
 

@@ -1,15 +1,18 @@
 """Each planted fault does what it says, seen without a supervisor and without a judge."""
 
 import gc
+import importlib
 import json
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from planted import Told, made
 
-from nsa.experiments.selfcheck.faults.registry import CONTROLS, PLANTED, chosen, every, why_not
+from nsa.experiments.selfcheck import registry
+from nsa.experiments.selfcheck.registry import CONTROLS, ENDS, PLANTED, chosen, every, why_not
 from whyhung.process import ranks, trial
 from whyhung.process.trial import check_entry
 from whyhung.verdict import KINDS
@@ -58,10 +61,15 @@ def test_names_are_unique_kinds_exist_and_subjects_can_be_found():
     assert len({fault.name for fault in every()}) == len(every())
     for fault in every():
         assert set(fault.kinds) <= set(KINDS) and fault.kinds
+        json.dumps(fault.settings)
+        if fault.script:
+            assert Path(fault.script).is_file() and fault.script in fault.command and fault.text
+            continue
         check_entry(fault.subject)
         module, _, name = fault.subject.partition(":")
-        assert hasattr(__import__(module, fromlist=[name]), name)
-        json.dumps(fault.settings)
+        made = importlib.import_module(module)
+        assert hasattr(made, name)
+        assert all(line in Path(made.__file__).read_text() for line in fault.line.split(" or "))
 
 
 def test_no_control_may_be_called_a_hang():
@@ -70,11 +78,22 @@ def test_no_control_may_be_called_a_hang():
     assert len(healthy) > len(CONTROLS)
 
 
-def test_each_form_of_a_program_is_a_fault_of_which_only_kinds_are_due():
-    first, second = chosen(["rank_at_its_lock"])
-    assert (first.name, second.settings["form"]) == ("rank_at_its_lock 0", 1)
+def test_each_run_of_a_program_is_a_fault_of_which_only_kinds_are_due():
+    first, second = chosen(["gloo_broadcast_alone"])
+    assert (first.name, second.command[-1]) == ("gloo_broadcast_alone --loader no", "yes")
     assert (first.due, first.ranks, first.rank) == ("HANG or STALLED", 2, 1)
-    assert first.certifiable and first.line == "save" and not first.control
+    assert first.certifiable and first.line == "reload_weights or train_step"
+    assert (first.batch, first.needs, first.control) == ("frozen", "", False)
+    healthy, _ = chosen(["thread_pool"])
+    assert healthy.control and healthy.due == "PASS or SLOW" and healthy.batch == "first"
+    assert {fault.needs for fault in chosen(["endless_kernel"])} == {"gpus2"}
+
+
+def test_where_the_programs_are_missing_it_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "PACKAGE", tmp_path / "nsa")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"not installed with nsa; run it in a clone"):
+        registry.folder()
 
 
 def test_a_choice_is_of_names_groups_and_batches():
@@ -255,7 +274,7 @@ def test_two_subjects_of_one_seed_train_alike():
 
 
 def test_a_spin_on_a_device_is_bounded():
-    from nsa.experiments.selfcheck.faults.devices import spin
+    from faults.devices import spin
 
     with pytest.raises(ValueError, match="at most 60"):
         spin(61.0)
@@ -277,6 +296,17 @@ def test_a_spin_on_a_device_is_bounded():
 def test_a_process_ends_as_the_fault_says(name, status, message):
     outcome = trial.run_child("planted:steps", {"name": name}, deadline_s=60)
     assert outcome.status == status and message in outcome.message
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", sorted({fault.name[:-2] for fault in ENDS}))
+def test_slow_ones_end_and_failing_ones_fail(name, form):
+    outcome = trial.run_child("planted:steps", {"name": f"{name} {form}"}, deadline_s=300)
+    (fault,) = chosen([f"{name} {form}"])
+    losses = (outcome.result or {"losses": [math.nan]})["losses"]
+    assert (not all(map(math.isfinite, losses))) == (fault.group == "fails"), outcome.message
 
 
 def ended(name, folder, deadline_s=60.0):

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -13,8 +14,8 @@ from judged_rows import control, row, skipped, well
 from nsa.cli import main as cli
 from nsa.cli import selfcheck as command
 from nsa.experiments.selfcheck import trials as selfcheck
-from nsa.experiments.selfcheck.faults.registry import PLANTED, chosen, every
 from nsa.experiments.selfcheck.judged import Judged, blind, matrix, read
+from nsa.experiments.selfcheck.registry import CONTROLS, ENDS, PLANTED, chosen, every
 from whyhung.verdict import Verdict, judge
 from whyhung.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread
 
@@ -22,8 +23,7 @@ from whyhung.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, 
 def telling(fault):
     """Evidence that names the fault wherever evidence can."""
     module, _, name = fault.subject.partition(":")
-    inside = "" if fault.group == "planted" else "/threads"
-    file = f"/some/where/{module.replace('.', '/')}{inside}.py"
+    file = f"/some/where/tests/whyhung/programs/{module.replace('.', '/')}.py"
     frames = (f"{file}:12 fetch", f"{name}.step")
     process = Process(7, rank=0, threads=(Thread(7, main=True, frames=frames),))
     trace = f'Traceback:\n  File "{file}", line 3, in step\nRuntimeError: {name} in {module}'
@@ -42,11 +42,12 @@ def telling(fault):
 def test_the_judge_never_sees_what_was_planted():
     told = {}
     for fault in every():
-        module, _, name = fault.subject.partition(":")
-        seen = json.dumps(blind(telling(fault), fault).to_dict())
-        words = (fault.subject, module, name, "selfcheck", "settings")
-        told[fault.name] = [word for word in words if word in seen]
-    assert len(told) == len(every()) > 200
+        if not fault.script:
+            module, _, name = fault.subject.partition(":")
+            seen = json.dumps(blind(telling(fault), fault).to_dict())
+            words = (fault.subject, module, name, "settings", "whyhung")
+            told[fault.name] = [word for word in words if word in seen]
+    assert len(told) == len([*PLANTED, *CONTROLS, *ENDS]) > 60
     assert {name: words for name, words in told.items() if words} == {}
 
 
@@ -71,10 +72,46 @@ def test_a_trial_asks_for_the_same_oracles_whatever_is_planted():
     )
 
 
-def test_programs_are_scaled_and_run_once():
-    asked = selfcheck.spec(chosen(["shell_command 1"])[0], scale=0.25)
-    assert asked.oracles == () and asked.env["NSA_PROGRAM_SCALE"] == "0.25"
-    assert asked.settings == {"program": "shell_command", "form": 1}
+def test_what_is_slow_or_fails_is_run_once():
+    asked = selfcheck.spec(chosen(["no_number 1"])[0])
+    assert asked.oracles == () and asked.settings == {"form": 1}
+    assert (asked.subject, asked.env["CUDA_VISIBLE_DEVICES"]) == ("faults.ends:no_number", "")
+
+
+def test_programs_are_scaled_and_one_that_leaves_nothing_is_an_error(tmp_path, monkeypatch):
+    asked = {}
+
+    class Run:
+        def __init__(self, command, folder, environment):
+            asked.update(environment, command=command)
+
+        def look(self):
+            return 2
+
+        def end(self):
+            asked["ended"] = True
+
+        def err(self):
+            return "whyhung: no"
+
+    monkeypatch.setattr("hang_runs.Run", Run)
+    (fault,) = chosen(["sleeps_until_its_time --how event"])
+    with pytest.raises(RuntimeError, match="--how event left no evidence: whyhung: no"):
+        selfcheck.plant(fault, folder=tmp_path / "000", scale=0.25)
+    assert asked["HANGS_SCALE"] == "0.25" and asked["CUDA_VISIBLE_DEVICES"] == ""
+    line = " ".join(asked["command"]).partition(" -- ")[2]
+    assert asked["ended"] and line == f"{sys.executable} subject.py --how event"
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_a_program_is_watched_as_its_user_would(tmp_path):
+    (fault,) = chosen(["sleeps_until_its_time --how event"])
+    row = selfcheck.plant(fault, folder=tmp_path / "000", scale=0.04)
+    assert row.right and row.found == "PASS", str(row)
+    kept = json.loads((tmp_path / "000" / "evidence.json").read_text())
+    assert kept["end"]["how"] == "returned" and "over" in (tmp_path / "000/out.txt").read_text()
+    assert "sleeps_until" not in json.dumps(kept) and "programs" not in json.dumps(kept)
 
 
 class Supervisor:
@@ -88,23 +125,28 @@ class Supervisor:
         self.options, self.reports = {}, []
         self._lock = threading.Lock()
         monkeypatch.setattr(selfcheck.runner, "run", self.run)
+        monkeypatch.setattr(selfcheck, "watched", self.watched)
         monkeypatch.setattr(selfcheck, "judge", self.judge)
         monkeypatch.setattr(selfcheck, "busy_loops", lambda count: nullcontext())
+
+    def watched(self, fault, folder, scale, stop, **options):
+        self.options[fault.settings["program"]] = options
+        evidence = self.run(None, folder=folder)
+        return Evidence(spec={"command": "a b"}, reports=evidence.reports)
 
     def run(self, spec, *, folder, **options):
         with self._lock:
             self.at_once += 1
             self.most = max(self.most, self.at_once)
             self.folders.append(folder)
-        self.options[spec.settings.get("program", "")] = options
         time.sleep(self.seconds)
         with self._lock:
             self.at_once -= 1
         folder.mkdir(parents=True)
-        return Evidence(spec=spec.to_dict(), reports=self.reports)
+        return Evidence(spec=spec.to_dict() if spec else {}, reports=self.reports)
 
     def judge(self, evidence):
-        assert "subject" not in evidence.spec
+        assert not {"subject", "command"} & evidence.spec.keys()
         return Verdict("PASS")
 
 
@@ -138,7 +180,7 @@ def test_a_trials_folder_does_not_name_what_is_planted(monkeypatch):
 
 def test_parts_are_all_of_it_and_no_trial_twice(monkeypatch):
     Supervisor(monkeypatch)
-    few = chosen(["shell_command", "stopped", "missing shard"])
+    few = chosen(["reads_from_pipeline", "stopped_helper", "missing shard"])
     parts = [selfcheck.check(few, rounds=2, gpus=0, part=(n, 3)) for n in (1, 2, 3)]
     told = [(row.name, row.round) for rows in parts for row in rows]
     assert sorted(told) == sorted((fault.name, n) for fault in few for n in (1, 2))
@@ -148,12 +190,13 @@ def test_deadlines_are_longer_beside_busy_loops_and_a_stall_ends_only_what_is_no
     monkeypatch,
 ):
     supervisor = Supervisor(monkeypatch)
-    selfcheck.check(chosen(["shell_command 0", "stopped 0"]), gpus=0)
-    alone = supervisor.options["shell_command"]["deadline_s"]
-    selfcheck.check(chosen(["shell_command 0", "stopped 0"]), gpus=0, load=9)
-    assert supervisor.options["shell_command"]["deadline_s"] == 4 * alone
+    both = chosen(["reads_from_pipeline --stages one", "stopped_helper --heartbeat no"])
+    selfcheck.check(both, gpus=0)
+    alone = supervisor.options["reads_from_pipeline"]["deadline_s"]
+    selfcheck.check(both, gpus=0, load=9)
+    assert supervisor.options["reads_from_pipeline"]["deadline_s"] == 4 * alone
     kills = {name: (o["on_hang"], o["on_stall"]) for name, o in supervisor.options.items()}
-    assert kills == {"shell_command": ("kill", "report"), "stopped": ("kill", "kill")}
+    assert kills == {"reads_from_pipeline": ("kill", "report"), "stopped_helper": ("kill", "kill")}
 
 
 @pytest.mark.processes
@@ -172,14 +215,14 @@ def test_busy_loops_end_whatever_ends_what_is_beside_them():
 
 def test_after_its_budget_nothing_begins_and_that_is_said(monkeypatch):
     Supervisor(monkeypatch)
-    (row,) = selfcheck.check(chosen(["stopped 0"]), gpus=0, budget_s=1e-9)
+    (row,) = selfcheck.check(chosen(["stopped_helper --heartbeat no"]), gpus=0, budget_s=1e-9)
     assert row.found == "not run" and "was over" in row.skipped
 
 
 def test_a_row_has_what_was_said_meanwhile_and_what_program_it_is_of(monkeypatch):
     report = {"t": 9.0, "label": "STALLED:child", "rested_s": 7.5, "withdrawn": 11.0, "line": ""}
     Supervisor(monkeypatch).reports.append(report)
-    (row,) = selfcheck.check(chosen(["shell_command 0"]), gpus=0, load=1)
+    (row,) = selfcheck.check(chosen(["reads_from_pipeline --stages one"]), gpus=0, load=1)
     assert row.reports == ({"label": "STALLED:child", "rested_s": 7.5, "withdrawn": True},)
     assert (row.group, row.load, row.line_named) == ("healthy", 1, None)
     assert row.ever("STALLED") and not row.ever("HANG") and row.right
@@ -196,11 +239,11 @@ def test_a_row_has_what_was_said_meanwhile_and_what_program_it_is_of(monkeypatch
     ],
 )
 def test_a_line_is_named_if_it_is_in_the_head_of_the_page(page, named):
-    assert selfcheck._line_named(chosen(["lock_taken_twice 0"])[0], page) == named
+    assert selfcheck._line_named(chosen(["lock_reentered"])[0], page) == named
 
 
 def test_a_rank_is_as_good_as_a_line():
-    (fault,) = chosen(["rank_at_its_lock 0"])
+    (fault,) = chosen(["gloo_broadcast_alone --loader no"])
     assert selfcheck._line_named(fault, "HANG: rank 1 waits")
     assert not selfcheck._line_named(fault, "HANG: rank 0 waits")
 
@@ -311,7 +354,7 @@ def test_the_text_has_a_column_for_each_kind_that_was_found():
 
 
 # A hang and a control; notebook 07 plants ten, SORTS below has seventeen.
-FEW = ["lock_taken_twice 0", "healthy"]
+FEW = ["lock_reentered", "healthy"]
 
 
 @pytest.mark.processes

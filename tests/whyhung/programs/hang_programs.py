@@ -5,6 +5,7 @@ A header is the first comment lines, up to the first that does not end in a semi
 """
 
 import dataclasses
+import itertools
 import pathlib
 import sys
 
@@ -29,6 +30,7 @@ class Program:
         spawns: ranks that it starts itself.
         runs: arguments, one run each.
         written: `first`, or `late`: after the rules were frozen.
+        text: the sentence after the header.
     """
 
     path: pathlib.Path
@@ -42,6 +44,7 @@ class Program:
     spawns: int
     runs: tuple[str, ...]
     written: str
+    text: str
 
     @property
     def name(self):
@@ -63,11 +66,12 @@ class Program:
 def read(path):
     """Returns the Program of a script. ValueError where its header says too little."""
     path = pathlib.Path(path)
-    header = []
-    for line in path.read_text().splitlines():
+    header, lines = [], path.read_text().splitlines()
+    for line in lines:
         header.append(line.removeprefix("#").strip())
         if not line.startswith("#") or not line.endswith(";"):
             break
+    after = itertools.takewhile(lambda line: line.startswith("#"), lines[len(header) :])
     pairs = [part.partition(":") for part in " ".join(header).split(";")]
     said = {key.strip(): value.strip() for key, _, value in pairs}
     if header[0][:4] != "due:" or not set(said) <= KEYS or said.get("set") not in SETS:
@@ -91,6 +95,7 @@ def read(path):
         spawns=int(said.get("spawns", 0)),
         runs=tuple(form.strip() for form in said.get("runs", "").split(" | ")),
         written=said["set"],
+        text=" ".join(line.removeprefix("#").strip() for line in after),
     )
 
 

@@ -28,7 +28,6 @@ TRAIN = "/home/someone/train.py:31 evaluate"
         ("/home/someone/torch/train.py:3 f", ""),
         ("/home/someone/lib/metrics.py:3 f", ""),
         ("/w/nsa/model/train.py:60 step", ""),
-        ("/w/nsa/experiments/selfcheck/faults/hangs.py:60 step", ""),
         ("<string>:1 <module>", ""),
         ("<stdin>:1 <module>", ""),
         ("<ipython-input-3-ab>:1 <module>", ""),

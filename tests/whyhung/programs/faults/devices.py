@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nsa.experiments.selfcheck.faults.small import FROM_STEP, MIB, Small
-from nsa.experiments.selfcheck.faults.wrong import KeptTensors, SpoiltNSA
+from faults.small import FROM_STEP, MIB, Small
+from faults.wrong import KeptTensors, SpoiltNSA
 from nsa.model.parallel import Parallel
 from whyhung.process import subject
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nsa.experiments.selfcheck.faults.small import FROM_STEP, MIB, SIZE, Small, TinyNSA, WithAdamW
+from faults.small import FROM_STEP, MIB, SIZE, Small, TinyNSA, WithAdamW
 from nsa.lab.search import planted as tracing_faults
 
 

@@ -1,13 +1,21 @@
-"""Which faults, programs and controls there are, what each should be called, and where it runs."""
+"""Which faults, programs and controls there are, what each should be called, and where it runs.
 
+Programs are the scripts of the hang detector's benchmark, each with what is due in its header;
+faults and controls are subjects of trials. Both lie with the tests, in `folder()`.
+"""
+
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from nsa.spelling import nearest
+from nsa.workbook.environment import PACKAGE
 
 GROUPS = "healthy", "hang", "slow", "fails", "planted"
+PLACE = Path("tests/whyhung/programs")
 
 
 @dataclass(frozen=True)
@@ -16,7 +24,7 @@ class Fault:
 
     name: str
     due: str  # what the judge is to call it: HANG:lock, PASS or SLOW, ...
-    where: str  # "module:class" in this package, "" of a program
+    where: str  # "module:class" of the faults, "" of a program
     text: str  # what is planted
     settings: dict[str, Any] = field(default_factory=dict)  # for the subject
     steps: int = 6
@@ -28,12 +36,13 @@ class Fault:
     busy: bool = False  # it wants a core of its own, or its time counts
     takes_s: float = 10.0  # about how long, so that the longest begin first
     beside: bool = False  # another process is to use the device meanwhile
-    # Of a program, see programs.registry:
     group: str = "planted"
-    batch: str = "first"
-    certifiable: bool = False
-    line: str = ""
-    rank: int | None = None
+    batch: str = "first"  # or "frozen": written after the rules were frozen
+    certifiable: bool = False  # could anybody prove from outside that it can never go on?
+    line: str = ""  # the function that a report must name; several: "bleu or auc"
+    rank: int | None = None  # the one to blame, None where none or several are
+    script: str = ""  # of a program, its file
+    command: tuple[str, ...] = ()  # that starts it
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -42,9 +51,8 @@ class Fault:
 
     @property
     def subject(self) -> str:
-        """Its import path, as a trial's spec has it."""
-        where = f"faults.{self.where}" if self.where else "programs:make"
-        return f"nsa.experiments.selfcheck.{where}"
+        """What is run: a script, or an import path as a trial's spec has it."""
+        return self.script or f"faults.{self.where}"
 
 
 _control = partial(Fault, control=True)
@@ -158,30 +166,81 @@ CONTROLS: tuple[Fault, ...] = (
 )  # fmt: skip
 
 
+def _forms(name: str, group: str, due: str, text: str, **more: Any) -> tuple[Fault, ...]:
+    """Both forms of a training that becomes slow, or fails by itself."""
+    limits = {"predicted_s": 1.0, "deadline_s": 6.0} if group == "slow" else {"deadline_s": 45.0}
+    known = {"due": due, "where": f"ends:{name}", "text": text, "group": group, **limits, **more}
+    return tuple(Fault(f"{name} {form}", settings={"form": form}, **known) for form in (0, 1))
+
+
+ENDS: tuple[Fault, ...] = (
+    *_forms("growing_steps", "slow", "SLOW",
+            "every step takes longer: earlier losses are gone through (0), a sleep that grows (1)",
+            steps=24, line="add_all or rest"),
+    *_forms("suddenly_slow", "slow", "SLOW",
+            "from step 6 on a step takes 50 times as long: computes (0), waits for storage (1)",
+            steps=12, line="augment"),
+    *_forms("loader_gets_slower", "slow", "SLOW",
+            "each batch takes longer: a log read anew, in a worker (0); slower storage, here (1)",
+            steps=24, line="__getitem__", batch="frozen"),
+    *_forms("no_number", "fails", "FAIL",
+            "NaN from step 3: a logarithm of zero in the loss (0), a corrupt sample (1)"),
+    *_forms("worker_raises", "fails", "CRASH",
+            "a sample raises in a loader's worker (0), in a thread's future (1)",
+            line="__getitem__"),
+    *_forms("preloads_all", "fails", "OOM or CRASH",
+            "all data is loaded under a limit on memory: tensors (0), Python's own bytes (1)",
+            line="preload"),
+)  # fmt: skip
+
+
+def folder() -> Path:
+    """The folder of programs and faults, from then on a place of modules. ValueError where it is
+    missing: it is part of a clone of the repository and not of an installed package."""
+    for place in (PACKAGE.parent / PLACE, Path.cwd() / PLACE):
+        if (place / "hang_programs.py").is_file():
+            if str(place) not in sys.path:
+                sys.path.append(str(place))
+            return place
+    raise ValueError(
+        f"{PLACE} is neither beside the package nor in {Path.cwd()}: what the selfcheck runs is "
+        "not installed with nsa; run it in a clone of the repository"
+    )
+
+
 @cache
 def every() -> tuple[Fault, ...]:
-    """What is planted, the controls, and a fault for each form of a program."""
-    from nsa.experiments.selfcheck.programs import PROGRAMS
+    """What is planted, the controls, and a fault for each run of a program."""
+    folder()
+    import hang_programs
 
-    programs = [_form(program, form) for program in PROGRAMS for form in range(program.forms)]
-    return (*PLANTED, *CONTROLS, *programs)
+    runs = [(program, form) for program in hang_programs.chosen() for form in program.runs]
+    return (*PLANTED, *CONTROLS, *ENDS, *(_run(*run) for run in runs))
 
 
-def _form(program: Any, form: int) -> Fault:
+def _run(program: Any, form: str) -> Fault:
     """Only kinds are due of a program; the words after them are for its reader."""
-    healthy, slow = program.group == "healthy", program.group == "slow"
-    same = ("text", "steps", "ranks", "group", "batch", "certifiable", "line", "rank")
+    kinds = dict.fromkeys(label.partition(":")[0] for label in program.due)
+    quiet = program.quiet if program.healthy else 25.0
     return Fault(
-        name=f"{program.name} {form}",
+        name=f"{program.name} {form}".strip(),
         # A busy machine makes late what is well.
-        due="PASS or SLOW" if healthy else " or ".join(dict.fromkeys(program.kinds)),
+        due="PASS or SLOW" if program.healthy else " or ".join(kinds),
         where="",
-        settings={"program": program.name, "form": form},
-        control=healthy,
-        predicted_s=1.0 if slow else None,  # as its first steps promise
-        deadline_s=120.0 if healthy else 6.0 if slow else 45.0,
-        takes_s=10.0 + program.seconds[1],
-        **{name: getattr(program, name) for name in same},
+        text=program.text,
+        settings={"program": program.name},
+        ranks=max(program.ranks, program.spawns),
+        needs="gpus2" if program.group == "gpu" else "",
+        control=program.healthy,
+        deadline_s=60.0 + 3 * quiet,
+        takes_s=10.0 + quiet,
+        group="healthy" if program.healthy else "hang",
+        batch={"first": "first", "late": "frozen"}[program.written],
+        certifiable=program.due[0].startswith("HANG:"),
+        line=" or ".join(program.lines),
+        rank=program.guilty[0] if len(program.guilty) == 1 else None,
+        script=str(program.path),
+        command=tuple(program.command(form)),
     )
 
 
@@ -190,7 +249,7 @@ def chosen(
 ) -> tuple[Fault, ...]:
     """Those of these names, groups and batches, in the registry's order; all where none is given.
 
-    A program's name stands for all its forms. Raises ValueError for a name that there is not, with
+    A program's name stands for all its runs. Raises ValueError for a name that there is not, with
     the nearest, and for a group or batch of which there is none.
     """
     names, groups, batches = list(names), list(groups), list(batches)
@@ -211,7 +270,8 @@ def chosen(
 
 
 def _names(fault: Fault) -> tuple[str, ...]:
-    return fault.name, fault.settings.get("program", fault.name)
+    forms = fault.group in ("slow", "fails")
+    return fault.name, fault.settings.get("program", fault.name[:-2] if forms else fault.name)
 
 
 def why_not(fault: Fault, gpus: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.experiments.selfcheck.faults.small import FROM_STEP, Small, TinyNSA
+from faults.small import FROM_STEP, Small, TinyNSA
 
 LONG_S = 3600.0  # longer than any trial: ended by its supervisor, or with it
 ROUNDS = 2**31 - 1  # of a hash: about an hour in C without the GIL

@@ -1,0 +1,35 @@
+# due: healthy; quiet: 25; runs: --by waitpid | --by pidfd; set: late
+# A fork writes the checkpoint to slow storage for 25 s; we wait by waitpid, or by its descriptor.
+import argparse
+import os
+import pickle
+import select
+import time
+
+SCALE = float(os.environ.get("HANGS_SCALE", 1))
+
+
+def fork_and_save(state):
+    if child := os.fork():
+        return child
+    time.sleep(26 * SCALE)
+    pickle.dumps(state)
+    os._exit(0)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--by", choices=("waitpid", "pidfd"), default="waitpid")
+    by = parser.parse_args().by
+    print("quiet", flush=True)
+    child = fork_and_save({"weights": list(range(10_000))})
+    if by == "pidfd":
+        watched = os.pidfd_open(child)
+        select.select([watched], [], [])
+        os.close(watched)
+    os.waitpid(child, 0)
+    print("over", flush=True)
+
+
+if __name__ == "__main__":
+    main()
