@@ -14,18 +14,18 @@ from test_imports import dotted_name, imports_of, plant
 # Lines of Python, blank ones and comments included: (may have today, shall have).
 LINES = {
     "nsa/reference": (540, 550),
-    "nsa/kernels": (7741, 6550),
+    "nsa/kernels": (7748, 6550),
     "nsa/attention": (4078, 3000),
     "nsa/model": (4179, 3600),
     "nsa/hf": (1227, 1230),
     "nsa/recipes": (328, 330),
-    "nsa/lab": (13404, 6500),
-    "nsa/workbook": (6616, 4700),
-    "nsa/experiments": (23312, 9500),
-    "nsa/cli": (1840, 1150),
-    "nsa": (63609, 40500),
-    "whyhung": (12445, 8500),
-    "tests": (60965, 34000),
+    "nsa/lab": (12774, 6500),
+    "nsa/workbook": (6543, 4700),
+    "nsa/experiments": (19534, 9500),
+    "nsa/cli": (1848, 1150),
+    "nsa": (59143, 40500),
+    "whyhung": (12447, 8500),
+    "tests": (62398, 34000),
 }
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
 LONGEST = 400  # lines of a file

@@ -1,4 +1,4 @@
 """Subjects of trials with something planted in them, and controls that only look so.
 
-Each is run and judged blind by `nsa selfcheck`, whose registry says what each plants.
+Each is run and judged blind by `nsa trial selfcheck`, whose registry says what each plants.
 """
