@@ -117,6 +117,7 @@ def test_keeping_adds_to_git_what_is_evidence_and_nothing_else(kept_run):
     assert "report.html" not in added
 
 
+@pytest.mark.processes
 def test_pictures_of_a_kept_notebook_have_few_colours(kept_run):
     written, file = io.BytesIO(), kept_run / "notebook.ipynb"
     Image.radial_gradient("L").convert("RGB").save(written, "png")
