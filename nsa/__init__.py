@@ -1,4 +1,4 @@
-"""Native Sparse Attention: its definition, its backends, a small model, a workbook to measure them.
+"""Native Sparse Attention: definition, backends, a small model, and a workbook to measure them.
 
 The names below are imported when first used, so `import nsa` loads neither torch nor a backend.
 """

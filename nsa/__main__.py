@@ -1,4 +1,4 @@
-"""`python -m nsa` is `nsa`."""
+"""Entry point of `python -m nsa`, the same as `nsa`."""
 
 import sys
 

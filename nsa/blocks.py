@@ -1,4 +1,4 @@
-"""Block arithmetic that two or more layers use unchanged. Plain integers, no tensors.
+"""Block arithmetic shared by two or more layers. Plain integers, no tensors.
 
 Positions are 0-based within one sequence. A compressed block i covers the tokens
 [i d, i d + l) and a selectable block j covers [j l', (j + 1) l').
@@ -10,9 +10,9 @@ from nsa.config import NSAConfig
 
 
 class Span(NamedTuple):
-    """One unbroken run of keys that a query sees: the compressed and the window branch.
+    """Contiguous range of keys that a query sees, in the compressed and the window branch.
 
-    Key s stands for the tokens [s stride, s stride + length); the query at position t sees the keys
+    Key s represents the tokens [s stride, s stride + length); the query at position t sees the keys
     that have ended by t, the newest `lookback` of them; None means all. A token is a block of
     length and stride 1.
     """
@@ -22,39 +22,39 @@ class Span(NamedTuple):
     lookback: int | None = None
 
     def ended(self, position):
-        """Keys that have ended by a position, or by each of an array; 0 or less where none has."""
+        """Number of keys that have ended by a position, or each of an array; 0 or less if none."""
         return (position + 1 - self.length) // self.stride + 1
 
     def seen(self, position: int) -> tuple[int, int]:
-        """[low, high): the keys that the query at `position` sees."""
+        """Range [low, high) of the keys that the query at `position` sees."""
         high = max(0, self.ended(position))
         return (0 if self.lookback is None else max(0, high - self.lookback)), high
 
 
 def compressed_span(config: NSAConfig) -> Span:
-    """Every compressed block that has ended."""
+    """Span of every compressed block that has ended."""
     return Span(length=config.compress_block, stride=config.compress_stride)
 
 
 def window_span(config: NSAConfig) -> Span:
-    """The newest w tokens, the query's own included."""
+    """Span of the newest w tokens, the query's own included."""
     return Span(lookback=config.window)
 
 
 def count_compressed(tokens: int, config: NSAConfig) -> int:
-    """C: compressed keys of a sequence; 0 while it is shorter than one compressed block."""
+    """Number of compressed keys of a sequence, C; 0 if it is shorter than one compressed block."""
     if tokens < config.compress_block:
         return 0
     return (tokens - config.compress_block) // config.compress_stride + 1
 
 
 def count_selectable(tokens: int, config: NSAConfig) -> int:
-    """NB: selectable blocks of a sequence, the last one perhaps not full."""
+    """Number of selectable blocks of a sequence, NB; the last one may be partial."""
     return -(-tokens // config.select_block)
 
 
 def overlap(compressed: int, selectable: int, config: NSAConfig) -> int:
-    """Strides of d tokens that a compressed and a selectable block share (Eq. 9)."""
+    """Number of strides of d tokens that a compressed and a selectable block share (Eq. 9)."""
     per_compressed = config.compress_block // config.compress_stride
     per_selectable = config.select_block // config.compress_stride
     first = max(compressed, selectable * per_selectable)

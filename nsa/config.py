@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class NSAConfig:
-    """How many keys each branch sees. The defaults are the paper's (section 4.1).
+    """Block sizes and key counts of each branch. The defaults are the paper's (section 4.1).
 
     Raises:
         TypeError: a size that is not an int.
-        ValueError: sizes that do not fit together; the message names the nearest that do.
+        ValueError: sizes that do not fit together; the message has the nearest that do.
     """
 
     compress_block: int = 32  # l: tokens under one compressed key
@@ -56,7 +56,7 @@ class NSAConfig:
 
 
 def as_int(name: str, value: Any) -> int:
-    """`value` as an int, also of NumPy's integers. TypeError for what is none, a bool included."""
+    """Convert `value`, also a NumPy integer, to int. TypeError for anything else, bool included."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -66,7 +66,7 @@ def as_int(name: str, value: Any) -> int:
 
 
 def other_than(wanted: str, given: object) -> str:
-    """Text of an error for a config that is no `wanted`: its class, and what would do."""
+    """Error message for a config that is not a `wanted`: its class, and the expected one."""
     kind = type(given)
     home = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     if hasattr(given, "model_config"):  # of transformers

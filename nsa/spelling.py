@@ -1,17 +1,17 @@
-"""Words that people type: names, of which one may be misspelt, and name=value pairs."""
+"""Parsing of user input: names that may be misspelt, and name=value pairs."""
 
 import ast
 import difflib
 from collections.abc import Collection, Iterable
 from typing import Any
 
-FEW = 4  # names that are told whole
+FEW = 4  # up to this many names are listed in full
 
 
 def nearest(name: object, known: Iterable[object], cutoff: float = 0.6) -> str:
-    """What an error says of a name that is not known: the nearest that is, or all where few are.
+    """Error text for an unknown name: the nearest known one, or all if there are few.
 
-    cutoff: how alike the nearest must be, from 0 (anything) to 1 (the same), see difflib.
+    cutoff: minimum similarity of the nearest, from 0 (anything) to 1 (the same), see difflib.
     """
     names = [str(one) for one in known if one is not None]
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=cutoff)
@@ -21,11 +21,11 @@ def nearest(name: object, known: Iterable[object], cutoff: float = 0.6) -> str:
 
 
 def pair(text: str, example: str, signs: str = "=") -> tuple[str, str]:
-    """`name=value` as both, without the space around; any of `signs` may stand between.
+    """Split `name=value` at any of `signs`, without surrounding whitespace.
 
-    A colon is for parameters of notebooks: papermill reads no line with two equals signs.
+    A colon is for parameters of notebooks: papermill cannot read a line with two equals signs.
 
-    ValueError where there is no sign, or nothing before it; the message gives the example.
+    ValueError if there is no sign, or nothing before it; the message has the example.
     """
     sign = next((letter for letter in text if letter in signs), None)
     name, _, value = (part.strip() for part in text.partition(sign or signs[0]))
@@ -35,10 +35,10 @@ def pair(text: str, example: str, signs: str = "=") -> tuple[str, str]:
 
 
 def settings(texts: Iterable[str], example: str, *, last: bool = False) -> dict[str, Any]:
-    """`name=value` pairs as a mapping; what begins with "env." stays text, as in a shell.
+    """Parse `name=value` pairs to a mapping; values of "env." names stay text, as in a shell.
 
-    Values are Python's literals, and true, false and none in any case; anything else is text.
-    ValueError for what is no pair, and for a name given twice unless the `last` counts.
+    Values are Python literals, and true, false and none in any case; anything else is text.
+    ValueError for a text that is no pair, and for a repeated name unless `last` (the last counts).
     """
     found: dict[str, Any] = {}
     for text in texts:
@@ -60,6 +60,6 @@ def _literal(text: str) -> Any:
 
 
 def choice(name: str, given: object, known: Collection[object]) -> None:
-    """ValueError unless `given` is one of `known`."""
+    """Raise ValueError unless `given` is one of `known`."""
     if given not in known:
         raise ValueError(f"{name}={given!r} is unknown; {nearest(given, known)}")

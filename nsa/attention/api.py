@@ -1,4 +1,4 @@
-"""The operation: checks its inputs once, asks a backend for the branches, mixes by the gates."""
+"""The operation: checks inputs once, computes the branches on a backend, mixes by the gates."""
 
 from collections.abc import Mapping, Sequence
 
@@ -41,11 +41,11 @@ def nsa_attention(
             branches or a mapping with an entry for "cmp", "slc" and "win".
         gates: [B, T, HQ, 3], in the order cmp, slc, win.
         phi: how compressed keys and values are made; the mean of a block by default.
-        cu_seqlens: [N + 1] int32 with B = 1: packed sequences, each a world of its own.
-        backend: a name out of `registry.names()`, which runs or raises, or "auto".
+        cu_seqlens: [N + 1] int32 with B = 1: packed sequences, independent of each other.
+        backend: a name in `registry.names()`, which runs or raises, or "auto".
         blocks: [B, T, HKV, N], ascending, -1 last: a selection to use instead of scoring one.
-        branches: those that are computed; no work is done for the others, and they count as 0.
-        scale: of the scores; D ** -0.5 by default.
+        branches: branches to compute; no work is done for the others, and they count as 0.
+        scale: scale of the scores; D ** -0.5 by default.
         sinks: [HQ], or [HQ, 3] for the branches in that order: one more logit a softmax, without a
             key or a value, fixed or learned. Each denominator has e^sink as well, so that a head
             may attend to nothing; -inf is none. Not scaled, and blocks are selected without it.
@@ -55,15 +55,15 @@ def nsa_attention(
             of the sum over the branches, where a key counts in each branch that sees it. fp32 (fp64
             of fp64), of keys alone whatever the sinks, and without gradient.
         strict: raise at the first non-finite branch output, gate or sum, and check `blocks`. Costs
-            a device sync for each, and once on a new model of GPU a comparison of kernels that were
-            never run there with others. Otherwise such outputs are counted by the witness and
-            warned of once. `nsa.lab.oracles.reference.check_call` computes small calls again, in
+            a device sync for each and, once per new GPU model, a comparison of kernels that were
+            never run there with others. Otherwise such outputs are counted by the witness with
+            one warning. `nsa.lab.oracles.reference.check_call` recomputes small calls in
             fp64.
 
     Raises:
-        ValueError: inputs that do not fit together; as Declined, that the backend does not take.
-        FloatingPointError: in strict mode, naming branch, layer and step.
-        RuntimeError: in strict mode, of a kernel that is wrong on this model of GPU.
+        ValueError: inputs do not fit together; Declined if the backend does not accept them.
+        FloatingPointError: in strict mode, with the branch, layer and step.
+        RuntimeError: in strict mode, if a kernel is wrong on this GPU model.
     """
     options = {"phi": phi, "cu_seqlens": cu_seqlens, "blocks": blocks}
     options |= {"sinks": sinks, "return_lse": return_lse}
@@ -85,7 +85,7 @@ def nsa_attention(
             o = combine(gates, outputs).to(q.dtype)
         else:
             o, lse = chosen.fused(inputs, lambda *note: notes.append(note))
-        # While torch.compile traces, nothing is computed yet; what it makes of a call is not seen.
+        # While torch.compile traces, nothing is computed; compiled code is not recorded.
         if not torch.compiler.is_compiling():
             witness.saw_call(chosen.name, notes, declined)
             witness.saw_output(o)
@@ -95,10 +95,10 @@ def nsa_attention(
 
 
 def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
-    """What `auto` would take for a call of `nsa_attention`, and why those before it declined.
+    """Return the backend that `auto` would choose for a call, and why earlier ones declined.
 
-    `options` are phi, cu_seqlens, blocks, branches, scale, sinks and return_lse, as there.
-    TypeError for others.
+    `options` are phi, cu_seqlens, blocks, branches, scale, sinks and return_lse, as in
+    `nsa_attention`. TypeError for others.
     """
     known = ("phi", "cu_seqlens", "blocks", "branches", "scale", "sinks", "return_lse")
     for name in options:
@@ -111,7 +111,7 @@ def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
 
 
 def _backend(name: str, inputs: Inputs) -> tuple[registry.Backend, dict[str, list[str]]]:
-    """The backend that computes, and why those that `auto` prefers declined."""
+    """Return the backend to run, and why the backends that `auto` prefers declined."""
     if name == "auto":
         choice = registry.choose(inputs)
         return choice.backend, choice.declined
@@ -124,7 +124,7 @@ def _backend(name: str, inputs: Inputs) -> tuple[registry.Backend, dict[str, lis
 def branches_of(
     backend: registry.Backend, inputs: Inputs, note: registry.Note
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """(o [B, T, HQ, DV] of each branch before its gate, sinks and all; lse where it was made)."""
+    """(o [B, T, HQ, DV] of each branch before its gate, with sinks; lse where computed)."""
     found = (
         backend.run(inputs, note) if inputs.cu_seqlens is None else _packed(backend, inputs, note)
     )
@@ -143,7 +143,7 @@ def _packed(backend: registry.Backend, inputs: Inputs, note: registry.Note) -> r
 
 
 def _lse_by_branch(inputs: Inputs, lse: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """([B, T, HQ, 3], [B, T, HQ]) of what each branch found."""
+    """Per-branch and combined log-sum-exps: ([B, T, HQ, 3], [B, T, HQ])."""
     q = inputs.q
     none = q.new_full(q.shape[:3], float("-inf"), dtype=wide(q.dtype))
     by_branch = torch.stack([lse.get(b, none).detach() for b in BRANCHES], dim=-1)

@@ -1,4 +1,4 @@
-"""What the torch backends share of the branches: selection, runs of keys, dense masks."""
+"""Branch code shared by the torch backends: selection, key ranges, dense masks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -66,7 +66,7 @@ def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:
 
 
 def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """(k_cmp, v_cmp) [B, C, HKV, *]; None for what nobody asked for."""
+    """(k_cmp, v_cmp) [B, C, HKV, *]; None for one not requested."""
     k, v, phi, config = inputs.k.get("cmp"), inputs.v.get("cmp"), inputs.phi, inputs.config
     by = by_convolution if torch.compiler.is_exporting() or active() else None
     return (
@@ -97,12 +97,12 @@ def by_convolution(x: Tensor, kind: str, weights: PhiWeights, config: NSAConfig)
 
 
 def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
-    """The caller's selection, or a scored one without slots that no query of the call can fill."""
+    """The caller's selection, or a scored one without slots that no query can fill."""
     if inputs.blocks is not None:
         return inputs.blocks
     note("score", "score-chunks")
     blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
-    if torch.compiler.is_compiling():  # compiled code would be of such few tokens alone
+    if torch.compiler.is_compiling():  # it would specialize on the number of tokens
         return blocks
     return blocks[..., : count_selectable(inputs.q.shape[1], inputs.config)]
 
@@ -132,8 +132,8 @@ def run_with_selected(
     """(o [B, T, HQ, DV], lse) of each branch.
 
     The selected one is `selected(inputs, blocks, note)`, the others `spans(inputs, k, v, span)`,
-    which names its implementation too, ((o, lse), name); `compress` and `choose` stand for the two
-    functions above.
+    which returns its implementation too, ((o, lse), name); `compress` and `choose` replace
+    `compressed` and `chosen_blocks`.
     """
     outputs, (k_cmp, v_cmp) = {}, compress(inputs)
     if "cmp" in inputs.branches:
@@ -149,7 +149,7 @@ def run_with_selected(
 
 
 def empty_slots(blocks: Tensor, count: int) -> Tensor:
-    """Slots of blocks [..., N] that select nothing: outside 0..count-1, or a block named before.
+    """Slots of blocks [..., N] that select nothing: outside 0..count-1, or a repeated block.
 
     Indices ascend, so equal ones are neighbours.
     """
@@ -159,7 +159,7 @@ def empty_slots(blocks: Tensor, count: int) -> Tensor:
 
 
 def visible_by_branch(inputs: Inputs, note: Note) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """(branch, k, v, visible [B or 1, HKV or 1, T, S]) for each branch asked for."""
+    """(branch, k, v, visible [B or 1, HKV or 1, T, S]) for each requested branch."""
     k, v, config, tokens = inputs.k, inputs.v, inputs.config, inputs.q.shape[1]
     positions = torch.arange(tokens, device=inputs.q.device)
     k_cmp, v_cmp = compressed(inputs)

@@ -1,8 +1,8 @@
-"""What one attention layer keeps of its sequences while they grow, a few tokens at a time.
+"""Cache of one attention layer for sequences that grow a few tokens at a time.
 
-Selected keys and compressed keys lie in pages, window keys and keys not compressed yet in rings.
-Every tensor has one more row, of zeros, behind those it shows: the null row. What is hidden is read
-there and what must not be stored is written there, so that no step waits for the GPU to know which.
+Selected keys and compressed keys are in pages, window keys and keys not compressed yet in rings.
+Every tensor has one more row, of zeros, behind the visible ones: the null row. Hidden keys are read
+there and rows that must not be stored are written there, so that no step waits for the GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ NAMES = tuple(f"{side}_{name}" for name in (*PAGED, "win", "raw") for side in "k
 
 
 class LayerCache:
-    """Keys and values of B sequences in one layer; the names and shapes are the kernels'.
+    """Keys and values of B sequences in one layer; names and shapes as in the kernels.
 
     k_slc [P, page, HKV, D], v_slc [P, page, HKV, DV]: every token, rotated. Position t of sequence
         b is in page table[b, t // page], row t % page.
@@ -32,7 +32,7 @@ class LayerCache:
     k_win, v_win [B, R, HKV, *]: a ring, position t in row t % R; None where the window reads slc.
     k_raw, v_raw [B, S, HKV, *]: a ring of the compressed branch's tokens before phi, row t % S.
 
-    A tensor that no branch asked for is None. `places` has the page table and the lengths; layers
+    A tensor that no branch needs is None. `places` has the page table and the lengths; layers
     of one model share it. No gradient flows through a cache.
     """
 
@@ -76,7 +76,7 @@ class LayerCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of this layer's tensors, as `CacheShape.bytes` foretells."""
+        """Bytes of this layer's tensors, equal to the estimate `CacheShape.bytes`."""
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
 
     @torch.no_grad()
@@ -89,13 +89,13 @@ class LayerCache:
         *,
         advance: bool = True,
     ) -> None:
-        """Stores N tokens of each sequence behind what it holds, and compresses blocks that end.
+        """Append N tokens to each sequence and compress the blocks that they complete.
 
         k, v: [B, N, HKV, D] and [B, N, HKV, DV], one for all branches or a mapping; rotated, but
         for "cmp" where phi rotates. counts [B]: the first so many are stored. advance: False leaves
         the lengths to the caller's `places.advance(N, counts)`, after all layers.
 
-        Raises ValueError where they do not fit, before anything is written.
+        Raises ValueError if they do not fit, before anything is written.
         """
         k = self.check_given("k", k)
         new = next(iter(k.values())).shape[1]
@@ -114,7 +114,7 @@ class LayerCache:
                 if name == "slc":
                     kept = position.where(stored, -1)
                     rows[name] = self.page_rows(kept)
-                else:  # of what a ring cannot hold the newest count
+                else:  # a ring keeps only the newest tokens
                     ring = self._views[key].shape[1]
                     newest = stored & (position >= (held + added - ring)[:, None])
                     rows[name] = self.ring_rows(position.where(newest, -1), ring)
@@ -125,7 +125,7 @@ class LayerCache:
     def check_given(
         self, side: str, x: Tensor | Mapping[str, Tensor], new: int | None = None
     ) -> dict[str, Tensor]:
-        """`given`, or a ValueError for tensors that do not fit the cache or are not `new` long."""
+        """Return `given`; ValueError unless the tensors fit the cache and have `new` rows."""
         found = self.given(side, x)
         for key, one in found.items():
             if not isinstance(one, Tensor):
@@ -146,7 +146,7 @@ class LayerCache:
         return found
 
     def given(self, side: str, x: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A call's k or v by the tensors that keep them; ValueError for a branch that is missing.
+        """Map a call's k or v to the cache tensors that store it; ValueError for a missing branch.
 
         side: "k" or "v". The keys are k_slc, k_win and k_raw, or those of v, as far as they exist.
         """
@@ -170,9 +170,9 @@ class LayerCache:
         return {f"{side}_{name}": x[branch[name]] for name in names}
 
     def page_rows(self, position: Tensor, stride: int = 1) -> Tensor:
-        """Rows of a paged tensor where positions [B, ...] int64 are kept, `stride` tokens a row.
+        """Rows of a paged tensor that hold positions [B, ...] int64, `stride` tokens per row.
 
-        The null row for a position outside 0..capacity-1 and for one whose page is none of ours.
+        The null row for a position outside 0..capacity-1 and for one whose page is not in the pool.
         """
         size, pool = self.shape.page_size, self.shape.pool
         slot = (position // size).clamp(0, self.shape.pages_each - 1)
@@ -182,7 +182,7 @@ class LayerCache:
         return rows.where(kept, pool * (size // stride))
 
     def ring_rows(self, position: Tensor, ring: int) -> Tensor:
-        """Rows of a ring of that many tokens where positions [B, ...] are; the null row below 0."""
+        """Rows of a ring of that many tokens that hold positions [B, ...]; the null row below 0."""
         first = torch.arange(position.shape[0], device=position.device) * ring
         first = first.view(-1, *[1] * (position.ndim - 1))
         return (first + position % ring).where(position >= 0, position.shape[0] * ring)
@@ -205,9 +205,9 @@ class LayerCache:
     ) -> tuple[Tensor, Tensor]:
         """(k, v) [B, reach + N, HKV, *]: the newest `reach` tokens held, then the N new ones.
 
-        Column j stands at position lengths - reach + j; zeros where that is below 0, and where a
-        new one is not among the first counts [B]. To be asked before the new ones are appended,
-        since a ring then forgets what they push out.
+        Column j is at position lengths - reach + j; zeros where that is below 0, and where a new
+        one is not among the first counts [B]. Call it before the new ones are appended, since
+        they overwrite older ones in a ring.
         """
         if counts is not None:
             behind = torch.arange(k.shape[1], device=self.device) >= counts[:, None]
@@ -222,14 +222,14 @@ class LayerCache:
     def tokens(self, count: int, ends: Tensor) -> tuple[Tensor, Tensor]:
         """(k, v) [B, count, HKV, *] of the selected branch in the order of their positions.
 
-        Values are finite behind a sequence's end, ends [B] tokens, whatever was there.
+        Values are finite behind a sequence's end, ends [B] tokens, whatever was stored there.
         """
         return self._in_order("slc", count, 1, ends)
 
     def compressed(self, count: int, ends: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(k_cmp, v_cmp) [B, count, HKV, *] in order; v_cmp None where no branch asks for it.
+        """(k_cmp, v_cmp) [B, count, HKV, *] in order; v_cmp None if no branch needs it.
 
-        Values are finite behind those of the first ends [B] tokens, whatever was there.
+        Values are finite behind those of the first ends [B] tokens, whatever was stored there.
         """
         ended = compressed_span(self.config).ended(ends - 1)
         return self._in_order("cmp", count, self.config.compress_stride, ended)
@@ -254,7 +254,7 @@ class LayerCache:
     def _compress(
         self, k: dict[str, Tensor], v: dict[str, Tensor], phi: Phi, held: Tensor, added: Tensor
     ) -> None:
-        """Appends the blocks that end within the `added` [B] tokens behind the `held` [B]."""
+        """Append the blocks that end within the `added` [B] tokens behind the `held` [B]."""
         span = compressed_span(self.config)
         new, stride, length = k["k_raw"].shape[1], span.stride, span.length
         first, end = (span.ended(x - 1).clamp(min=0) for x in (held, held + added))
@@ -285,20 +285,20 @@ class LayerCache:
             self._put(f"{side}_cmp", rows, x)
 
     def advance(self, new: int, counts: Tensor | None = None) -> None:
-        """`places.advance`: after `append(advance=False)`."""
+        """Call `places.advance`, after `append(advance=False)`."""
         self.places.advance(new, counts)
 
     def crop(self, lengths: int | Sequence[int] | Tensor, *, check: bool = True) -> None:
-        """`places.crop`: forgets what sequences hold beyond `lengths`, as speculation does."""
+        """Call `places.crop`: drop tokens beyond `lengths`, as speculative decoding does."""
         self.places.crop(lengths, check=check)
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
-        """Those sequences hold nothing; all by default."""
+        """Empty these sequences; all by default."""
         self.places.reset(rows)
 
     @torch.no_grad()
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copies pages [M] of the pool onto others; a pair with -1 in it is left out. Waits."""
+        """Copy pages [M] of the pool onto others; pairs with a -1 are skipped. Synchronizes."""
         source, target = source.to(self.device).long(), target.to(self.device).long()
         both = (source >= 0) & (target >= 0)
         source, target = source[both], target[both]
@@ -308,13 +308,13 @@ class LayerCache:
 
     @torch.no_grad()
     def reorder_rings(self, index: Tensor) -> None:
-        """Sequence b's rings become those of sequence index[b]."""
+        """Replace the rings of sequence b by those of sequence index[b]."""
         for key, view in self._views.items():
             if key[2:] not in PAGED:
                 view.copy_(view[index])
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
-        """Sequence b becomes what sequence index[b] was, as beam search needs. Pages are copied.
+        """Replace sequence b by sequence index[b], as beam search needs. Pages are copied.
 
         Not for layers that share places: their owner calls `reorder_rings` and `copy_pages` of each
         and `places.reorder` once.
@@ -328,7 +328,7 @@ class LayerCache:
 
     @torch.no_grad()
     def select(self, rows: Sequence[int] | Tensor) -> "LayerCache":
-        """A cache of its own with those sequences alone, copied, each with its own pages."""
+        """Return a new cache with copies of these sequences only, each with its own pages."""
         rows = self.places.index("rows", rows)
         cut = LayerCache(replace(self.shape, batch=len(rows), pages=None), device=self.device)
         source, target = self.table[rows].flatten().long(), cut.table.flatten().long()
@@ -356,7 +356,7 @@ class LayerCache:
         places: Places | None = None,
         device: torch.device | str | None = None,
     ) -> "LayerCache":
-        """The cache that `state` described. ValueError for tensors missing or of other sizes."""
+        """Restore the cache from `state`. ValueError for tensors missing or of other sizes."""
         cache = cls(CacheShape.from_dict(shape), places=places, device=device)
         wanted = cache._views | (cache.places.state() if places is None else {})
         for key, view in wanted.items():

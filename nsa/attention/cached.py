@@ -20,7 +20,7 @@ GATHERED = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of keys and values held
 
 @dataclass(frozen=True)
 class Step:
-    """New queries and the cache that has their keys appended and its lengths not yet advanced."""
+    """New queries, and the cache with their keys appended and its lengths not yet advanced."""
 
     q: Tensor  # [B, N, HQ, D]
     cache: LayerCache
@@ -39,23 +39,23 @@ class Step:
 
     @property
     def positions(self) -> Tensor:
-        """[B, N] int64: where the queries stand."""
+        """Positions of the queries, [B, N] int64."""
         new = torch.arange(self.q.shape[1], device=self.q.device)
         return self.cache.lengths.long()[:, None] + new
 
     @property
     def bound(self) -> int:
-        """Tokens that no sequence exceeds, the new ones included."""
+        """Upper bound on a sequence's tokens, the new ones included."""
         return self.cache.places.bound(self.q.shape[1])
 
     @property
     def ends(self) -> Tensor:
-        """[B]: the tokens of each sequence, the new ones included."""
+        """Tokens of each sequence [B], the new ones included."""
         new = self.q.shape[1]
         return self.cache.lengths + (new if self.counts is None else self.counts.clamp(0, new))
 
     def window_hidden(self, rows: slice, columns: slice) -> Tensor:
-        """[B, M, S]: which of these columns of `recent` these rows do not see."""
+        """[B, M, S]: True where these rows do not see these columns of `recent`."""
         device, reach = self.q.device, self.config.window - 1
         row = torch.arange(rows.start, rows.stop, device=device)[:, None]
         column = torch.arange(columns.start, columns.stop, device=device)
@@ -65,7 +65,7 @@ class Step:
 
 
 def masked(step: Step, note: Note) -> dict[str, Tensor]:
-    """o [B, N, HQ, DV] of each branch; holds N x capacity scores a head."""
+    """o [B, N, HQ, DV] of each branch; holds N x capacity scores per head."""
     cache, config, q, scale = step.cache, step.config, step.q, step.scale
     branches, positions, outputs, lse = cache.shape.branches, step.positions, {}, {}
     if "cmp" in branches or "slc" in branches:
@@ -95,7 +95,7 @@ def masked(step: Step, note: Note) -> dict[str, Tensor]:
 def gather(step: Step, note: Note) -> dict[str, Tensor]:
     """o [B, N, HQ, DV] of each branch; reads the compressed keys once and a query's own tokens.
 
-    Queries are taken so many at a time that scores and gathered keys stay bounded.
+    Queries are processed in chunks, so that scores and gathered keys stay bounded.
     """
     cache, q = step.cache, step.q
     branches, dim = cache.shape.branches, cache.shape.value_dim
@@ -138,13 +138,13 @@ def _compressed_and_selected(
 
 
 def _put(x: Tensor, to: Tensor | None, rows: slice, heads: int) -> None:
-    """Writes x, as `by_kv_head` has it, to these rows of `to`, if that is wanted."""
+    """Write x, in the layout of `by_kv_head`, to these rows of `to` unless that is None."""
     if to is not None:
         to[:, rows] = by_query(x, to.shape[0], heads, rows.stop - rows.start)
 
 
 def _selected(step: Step, rows: slice, blocks: Tensor, o: Tensor, lse: Tensor | None) -> None:
-    """Writes o and lse at these rows, whose blocks [B, M, HKV, n] are ascending, -1 last."""
+    """Write o and lse at these rows, whose blocks [B, M, HKV, n] are ascending, -1 last."""
     cache, size, shape = step.cache, step.config.select_block, step.cache.shape
     heads, device = shape.kv_heads, step.q.device
     inside = torch.arange(size, device=device)
@@ -170,7 +170,7 @@ def _selected(step: Step, rows: slice, blocks: Tensor, o: Tensor, lse: Tensor | 
 
 
 def _window(step: Step, o: Tensor, lse: Tensor | None) -> None:
-    """Writes o and lse; each row sees the `window` columns of `recent` that end at its own."""
+    """Write o and lse; each row sees the `window` columns of `recent` that end at its own."""
     (k, v), q, heads, window = step.recent, step.q, step.kv_heads, step.config.window
     per_row = q.shape[0] * q.shape[2] * (2 * window)
     most = min(q.shape[1], max(window, 128))
@@ -194,7 +194,7 @@ def _probs(q: Tensor, k: Tensor, hidden: Tensor, heads: int, scale: float) -> tu
 
 
 def _softmax(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """(softmax over the last dimension of what is not hidden, 0 where all is; its lse)."""
+    """(softmax over the unhidden of the last dimension, 0 where all are hidden; its lse)."""
     scores = scores.masked_fill(hidden, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     return probs_from(scores, lse), lse

@@ -22,7 +22,7 @@ from nsa.spelling import choice
 
 @dataclass(frozen=True)
 class Call:
-    """What one call takes, checked. A backend appends and attends, and does not advance."""
+    """Checked arguments of one call. A backend appends and attends, and does not advance."""
 
     q: Tensor
     k: Tensor | Mapping[str, Tensor]
@@ -36,7 +36,7 @@ class Call:
 
     @property
     def new(self) -> int:
-        """N"""
+        """Number of new tokens, N."""
         return self.q.shape[1]
 
     def recent(self) -> tuple[Tensor, Tensor] | None:
@@ -78,9 +78,9 @@ def nsa_decode(
     strict: bool = False,
     advance: bool = True,
 ) -> Tensor:
-    """Appends N tokens to each sequence of a cache and attends from them: o [B, N, HQ, DV].
+    """Append N tokens to each sequence of a cache and attend from them: o [B, N, HQ, DV].
 
-    Row i of sequence b stands at position lengths[b] + i and sees positions up to its own: the last
+    Row i of sequence b is at position lengths[b] + i and sees positions up to its own: the last
     rows of `nsa_attention` over the whole sequence (arXiv 2502.11089, Eq. 5). Any N, so that a long
     prompt may come in chunks. No gradient flows.
 
@@ -89,21 +89,21 @@ def nsa_decode(
         k, v: [B, N, HKV, D] and [B, N, HKV, DV]; one for all branches or a mapping with "cmp",
             "slc" and "win".
         gates: [B, N, HQ, 3], in the order cmp, slc, win.
-        cache: gives sizes and branches, and is changed: the new tokens are in it afterwards.
-        config: of the caller; a ValueError if the cache was made for another.
+        cache: defines sizes and branches; modified in place: it holds the new tokens afterwards.
+        config: the caller's config; ValueError if the cache was made for another.
         phi: as in `nsa_attention`, the same for all tokens of a sequence; its rotary tables cover
             the cache's capacity.
         counts: [B] int32: how many of the N rows are real. Others are not stored and their o is 0.
-        backend: a name out of `names()`, which runs or raises, or "auto".
-        scale: of the scores; D ** -0.5 by default.
+        backend: a name in `names()`, which runs or raises, or "auto".
+        scale: scale of the scores; D ** -0.5 by default.
         sinks: [HQ] or [HQ, 3], as in `nsa_attention`.
         strict: check lengths, counts and page table first, and o afterwards; waits for the GPU.
         advance: False leaves the lengths to `cache.advance(N, counts)`: layers share them.
 
     Raises:
-        ValueError: what does not fit the cache, a full one included, before anything is written;
-            as Declined, that the backend does not take it.
-        FloatingPointError: in strict mode, of an output that is not finite.
+        ValueError: inputs do not fit the cache, a full one included, before anything is written;
+            Declined if the backend does not accept them.
+        FloatingPointError: in strict mode, if an output is not finite.
     """
     call = _checked(q, k, v, gates, cache, config, phi, counts, scale, sinks)
     cache.places.room(call.new, counts)
@@ -123,7 +123,7 @@ def nsa_decode(
 
 
 def names() -> list[str]:
-    """The backends of `nsa_decode`."""
+    """Names of the backends of `nsa_decode`."""
     return list(_BACKENDS)
 
 
@@ -211,7 +211,7 @@ def _why_not_triton(call: Call) -> list[str]:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to append and attend; `run(call, note)` gives o [B, N, HQ, DV]."""
+    """One way to append and attend; `run(call, note)` returns o [B, N, HQ, DV]."""
 
     run: Callable[[Call, Note], Tensor]
     summary: str
@@ -228,7 +228,7 @@ _BACKENDS = {
 
 
 def _choose(name: str, call: Call) -> tuple[str, dict[str, list[str]]]:
-    """The backend that runs, and why "auto" passed over those before it."""
+    """Return the backend to run, and why "auto" skipped those before it."""
     if name != "auto":
         choice("backend", name, (*_BACKENDS, "auto"))
         if reasons := "; ".join(_BACKENDS[name].why_not(call)):

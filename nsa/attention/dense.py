@@ -1,7 +1,7 @@
-"""Dense causal attention by flash-attn, whichever of its generations serves the GPU.
+"""Dense causal attention by the generation of flash-attn that supports the GPU.
 
-FlashAttention-4 (flash-attn-4 on PyPI) from compute capability 9.0 (Hopper) on, FlashAttention-2
-(flash-attn) from 8.0 on. Both write [B, T, H, D] and read query head h against KV head h // G.
+FlashAttention-4 (flash-attn-4 on PyPI) needs compute capability 9.0 (Hopper) or newer,
+FlashAttention-2 (flash-attn) 8.0. Both return [B, T, H, D]; query head h reads KV head h // G.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ GRAIN = 8  # head dims are padded to a multiple: 16 bytes
 
 @dataclass(frozen=True)
 class Library:
-    """A generation of flash-attn: its `flash_attn_func` and what that asks for."""
+    """A generation of flash-attn: its `flash_attn_func` and the limits of that function."""
 
     name: str  # "fa4" or "fa2", as the path witness shows it
     attend: Callable
-    open_left: int | None  # what it calls a window without an end
+    open_left: int | None  # its value for an unbounded window
     smallest: int = GRAIN  # head dim; smaller ones are padded with zeros
     largest: int = 256
     deterministic: bool = True  # has a bit-repeatable backward
@@ -37,7 +37,7 @@ def dense_attention(
     """(o [B, T, HQ, DV], the library's name) for q [B, T, HQ, D], k and v [B, T, HKV, *].
 
     Token t sees the tokens up to t, the newest `window` of them; None means all. fp16 or bf16 on a
-    GPU; ask `why_not` first. Bit-repeatable under torch.use_deterministic_algorithms.
+    GPU; check `why_not` first. Bit-repeatable under torch.use_deterministic_algorithms.
     """
     library = library_for(torch.cuda.get_device_capability(q.device))
     if isinstance(library, str):
@@ -57,13 +57,13 @@ def dense_attention(
 
 
 def why_not(q: Tensor, value_dim: int, scale: float) -> list[str]:
-    """Reasons for which `dense_attention` does not take q [B, T, HQ, D] and values of that dim."""
+    """Reasons why `dense_attention` does not support q [B, T, HQ, D] and values of that dim."""
     if torch.compiler.is_compiling():
         return ["torch.compile cannot trace flash-attn"]
     reasons = []
     if q.dtype not in DTYPES:
         reasons.append(f"needs bf16 or fp16, got {q.dtype}")
-    if scale <= 0:  # it takes the maximum before it scales
+    if scale <= 0:  # it computes the maximum before it scales
         reasons.append(f"needs a positive scale, got {scale}")
     if not q.is_cuda:
         return [*reasons, f"needs a GPU, got {q.device}"]
@@ -82,7 +82,7 @@ def why_not(q: Tensor, value_dim: int, scale: float) -> list[str]:
 
 @cache
 def library_for(capability: tuple[int, int]) -> Library | str:
-    """What serves a GPU of that compute capability; else in words why nothing does."""
+    """Library for a GPU of that compute capability; else a message why there is none."""
     found = []
     for distribution, oldest, load in (("flash-attn-4", 9, _fa4), ("flash-attn", 8, _fa2)):
         if capability[0] < oldest or not _installed(distribution):

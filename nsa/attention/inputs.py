@@ -1,4 +1,4 @@
-"""What one attention call takes, checked once, so that no backend checks it again."""
+"""Inputs of one attention call, checked once, so that no backend checks them again."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,11 +34,11 @@ class Inputs:
     cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64, B = 1
     sinks: Tensor | None = None  # [HQ, 3] in fp32, or fp64 for fp64 inputs
     return_lse: bool = False
-    bounds: tuple[int, ...] = ()  # cu_seqlens as the host knows it; empty where it could not look
+    bounds: tuple[int, ...] = ()  # cu_seqlens on the host; empty if it could not be read
 
     @property
     def group(self) -> int:
-        """G: query heads that share one KV head."""
+        """Number of query heads that share one KV head, G."""
         return self.q.shape[2] // self.kv_heads
 
     @property
@@ -51,11 +51,11 @@ class Inputs:
 
     @property
     def needs_lse(self) -> bool:
-        """True if the branches' log-sum-exps are returned, or sinks are put in by them."""
+        """True if the branches' log-sum-exps are returned or needed to apply sinks."""
         return self.return_lse or self.sinks is not None
 
     def sequences(self) -> Iterator["Inputs"]:
-        """Each packed sequence as inputs of its own, not packed; empty ones are left out."""
+        """Each packed sequence as separate inputs, not packed; empty ones are left out."""
         if not self.bounds:
             raise ValueError(
                 "this backend takes packed sequences one by one and needs their lengths on the "
@@ -85,7 +85,7 @@ def checked(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Inputs:
-    """The inputs of a call, or a ValueError that says what it got and what would do."""
+    """Return the inputs of a call; ValueError with the values received and accepted."""
     given = (branches,) if isinstance(branches, str) else tuple(branches)
     branches = tuple(b for b in BRANCHES if b in given)
     if not branches or not set(given) <= set(BRANCHES):
@@ -160,7 +160,7 @@ def checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def check_blocks(inputs: Inputs) -> None:
-    """Strict mode's look at a caller's selection: in range, ascending, no duplicates. Syncs."""
+    """Check a caller's selection in strict mode: in range, ascending, no duplicates. Syncs."""
     blocks = inputs.blocks
     count = count_selectable(inputs.q.shape[1], inputs.config)
     lowest, highest = int(blocks.min()), int(blocks.max())
@@ -181,12 +181,12 @@ def check_tensor(name: str, x: object, wanted: str) -> None:
 
 
 def _one_length(name: str, tensors: Mapping[str, Tensor], q: Tensor) -> None:
-    """A query's place is its index, so that of fewer queries than keys nobody knows the places."""
+    """Check that q and `tensors` have equal T, since a query's position is its index."""
     x = next(iter(tensors.values()))
     if x.ndim != 4 or (queries := q.shape[1]) == (keys := x.shape[1]):
         return
     got = f"q has T={queries} and {name} has T={keys}"
-    if q.shape[2] == x.shape[2]:  # what looks like heads is the same, and T is not
+    if q.shape[2] == x.shape[2]:  # the apparent heads are equal, and T is not
         shapes = f"q {tuple(q.shape)}, {name} {tuple(x.shape)}"
         raise ValueError(
             f"{got}: {shapes} are [B, T, H, D] only if the heads stand third; from torch's "
@@ -211,7 +211,7 @@ def by_branch(name, x, needed) -> dict[str, Tensor]:
 
 
 def heads_of(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None) -> int:
-    """The number of KV heads; in every branch the same, as dtypes and dims are."""
+    """Number of KV heads; checked, with dtypes and dims, to be the same in every branch."""
     first = next(iter(tensors.values()))
     heads = first.shape[2] if first.ndim == 4 else "HKV"
     wanted = (*q.shape[:2], heads, dim or first.shape[-1])
@@ -242,7 +242,7 @@ def _blocks(blocks: Tensor, q: Tensor, kv_heads: int) -> None:
 
 
 def sequence_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
-    """cu_seqlens as the host knows it, checked against q's T; () where it may not wait."""
+    """cu_seqlens on the host, checked against q's T; () where a sync is not allowed."""
     if q.shape[0] != 1:
         raise ValueError(f"packed sequences need B=1, got B={q.shape[0]}: lay them end to end")
     if not isinstance(cu_seqlens, Tensor):
@@ -253,9 +253,9 @@ def sequence_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
             f"{tuple(cu_seqlens.shape)}"
         )
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return ()  # the values are on the GPU, and neither may wait for it
+        return ()  # the values are on the GPU, and neither may sync
     if cu_seqlens.is_meta:
-        return (0, q.shape[1])  # which tells as much of shapes as any
+        return (0, q.shape[1])  # any bounds give the same shapes
     if is_batchedtensor(cu_seqlens):
         raise ValueError("cu_seqlens is vmapped and cannot be; give one for all calls")
     bounds = cu_seqlens.tolist()
@@ -271,9 +271,9 @@ def sequence_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
 def check_phi(
     phi: Phi, q: Tensor, kv_heads: int, value_dim: int | None, config: NSAConfig, tokens: int
 ) -> None:
-    """Shapes, dtypes and devices of phi's tensors; a wrong one could broadcast without a word.
+    """Check shapes, dtypes and devices of phi's tensors; a wrong one could broadcast silently.
 
-    value_dim: None where no values are compressed. tokens: the most that a sequence has.
+    value_dim: None if no values are compressed. tokens: maximum length of a sequence.
     """
     length, dim = config.compress_block, q.shape[3]
     for side, weights, size in (("key", phi.key, dim), ("value", phi.value, value_dim)):

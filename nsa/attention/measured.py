@@ -1,8 +1,8 @@
-"""What was measured faster at a shape, so that `auto` need not guess: a table shipped beside this.
+"""Measured speed of backends by shape, used by `auto`: a table shipped beside this module.
 
-measured.json holds medians of whole calls by every backend, one process a run; each names the run
-that it comes from. `nsa.experiments.comparison.record` writes it. Nothing is measured here, and the
-table is read once a process.
+measured.json holds medians of whole calls by every backend, one process per run; each row has the
+name of its run. `nsa.experiments.comparison.record` writes it. Nothing is measured here, and the
+table is read once per process.
 """
 
 import json
@@ -18,7 +18,7 @@ from nsa.config import NSAConfig
 from nsa.reference.nsa import BRANCHES
 
 TABLE = Path(__file__).with_suffix(".json")
-# How far from a measured shape its order still counts: factors of two, all sizes together.
+# Largest distance from a measured shape: factors of two, summed over all sizes.
 REACH = 2.0
 DIRECTIONS = ("forward", "backward")
 SIZES = ("tokens", "batch", "heads", "kv_heads", "dim", "value_dim")
@@ -26,31 +26,31 @@ SIZES = ("tokens", "batch", "heads", "kv_heads", "dim", "value_dim")
 
 @dataclass(frozen=True)
 class Ranking:
-    """Median latencies of backends at one measured shape, and where they come from."""
+    """Median latencies of backends at one measured shape, and their source."""
 
     latency_ms: dict[str, float]
-    where: str  # in words: GPU, run, shape, direction
+    where: str  # as text: GPU, run, shape, direction
 
     def __str__(self) -> str:
         times = sorted(self.latency_ms.items(), key=lambda item: item[1])
         return f"measured on {self.where}: " + ", ".join(f"{n} {ms:.3g} ms" for n, ms in times)
 
     def order(self, names: list[str]) -> list[str]:
-        """`names` with those that were measured fastest first, in the places they held together.
+        """`names` with the measured ones sorted by latency, among the positions they occupied.
 
-        The others keep their places: what was not measured is not judged.
+        The others keep their positions, since they were not measured.
         """
         faster = iter(sorted((n for n in names if n in self.latency_ms), key=self.latency_ms.get))
         return [next(faster) if name in self.latency_ms else name for name in names]
 
 
 def ranking(inputs: Inputs) -> Ranking | None:
-    """The measurement nearest to the inputs on a GPU of this architecture; None if none is near.
+    """Measurement nearest to the inputs on a GPU of this architecture; None if none is near.
 
     A call that will be differentiated is ranked by forward and backward together.
     """
     q = inputs.q
-    # torch.compile traces no cache; what it compiles has the order that registry gives.
+    # torch.compile cannot trace a cache; compiled code uses the registry's order.
     if torch.compiler.is_compiling() or not q.is_cuda:
         return None
     # Whole calls on one length were measured: neither parts of one nor packed sequences.
@@ -71,7 +71,7 @@ def nearest(
     config: NSAConfig,
     training: bool,
 ) -> Ranking | None:
-    """As `ranking`; `sizes` in the order of SIZES, `dtype` as torch spells it."""
+    """Same as `ranking`; `sizes` in the order of SIZES, `dtype` as torch prints it."""
     here = _coordinates(dict(zip(SIZES, sizes, strict=True)), config)
     best, least = None, REACH
     for row in rows():
@@ -95,13 +95,13 @@ def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
 
 @cache
 def rows() -> list[dict]:
-    """The table, each row with the facts of its run."""
+    """Rows of the table, each merged with the fields of its run."""
     table = json.loads(TABLE.read_text())
     return [{**table["runs"][row["run"]], **row} for row in table["rows"]]
 
 
 def _coordinates(sizes: dict, config: NSAConfig) -> list[float]:
-    """Where a shape lies: what work depends on, in factors of two."""
+    """Coordinates of a shape: log2 of the sizes that determine the work."""
     tokens, batch, heads, kv_heads, dim, value_dim = (sizes[name] for name in SIZES)
     call = tokens, batch * heads, heads / kv_heads, dim + value_dim
     selected = config.select_block * config.select_count
@@ -117,7 +117,7 @@ def _latency(row: dict, training: bool) -> dict[str, float]:
 
 
 def _width(dtype: str) -> str:
-    """bf16 and fp16 are alike to a GPU."""
+    """Name of the dtype's speed class: bf16 and fp16 are equally fast on a GPU."""
     return dtype.removeprefix("torch.").replace("bfloat16", "float16")
 
 

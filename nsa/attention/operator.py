@@ -1,4 +1,4 @@
-"""Attention in plain torch as one operator, for what traces or transforms a call of it.
+"""Attention in plain torch as one operator, for tracing and function transforms.
 
 torch.compile and torch.export see one node whose shapes follow from its inputs', for any length,
 and torch.func an operator that has a gradient and a rule for vmap. A plain call runs the same
@@ -20,10 +20,10 @@ class Operator:
     """nsa::NAME and nsa::NAME_backward, of a class of three static functions.
 
     forward(*tensors, *numbers) returns (o, *kept, lse), all of them new and each led by the batch;
-    one that is kept and has no elements stands for o. backward(do, dlse or None, *tensors, *kept,
+    a kept one without elements stands for o. backward(do, dlse or None, *tensors, *kept,
     lse, *numbers) returns the gradients of the first tensors, contiguous, and shapes(*tensors,
-    *numbers) what forward does, not filled. Without a backward forward returns o alone, and there
-    is no gradient.
+    *numbers) the outputs of forward, uninitialized. Without a backward, forward returns o alone,
+    and there is no gradient.
     """
 
     def __init__(self, name: str, parts: type) -> None:
@@ -49,12 +49,12 @@ class Operator:
         )
 
     def __call__(self, *args: Any) -> Tensor:
-        """o, of the arguments of `forward`."""
+        """Return o for the arguments of `forward`."""
         output = self._taken(self._plain)(*args)
         return output[0] if isinstance(output, tuple) else output
 
     def with_lse(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """(o, lse), of the arguments of `forward`; the loss may take both."""
+        """Return (o, lse) for the arguments of `forward`; both are differentiable."""
         output = self._taken(self._plain_with_lse)(*args)
         return output[0], output[-1]
 
@@ -90,7 +90,7 @@ class Operator:
 
 
 def _function(name: str, parts: dict[str, Callable]) -> Callable:
-    """The `apply` of an autograd.Function of these parts; one with a setup_context has vmap too."""
+    """`apply` of an autograd.Function with these parts; with a setup_context it has vmap too."""
     made = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in parts.items()})
     if "setup_context" in parts:
         made.vmap = staticmethod(partial(_vmap, made.apply))
@@ -102,14 +102,14 @@ def _nothing(ctx: Any, inputs: Sequence, output: Sequence) -> None:
 
 
 def operator(name: str) -> Callable[[type], Operator]:
-    """The decorated class, as Operator takes it, as nsa::name."""
+    """Decorator: turn a class of the form that Operator describes into nsa::name."""
     return lambda parts: Operator(name, parts)
 
 
 def plain_backward(backward: Callable) -> Callable:
-    """A Function's backward that keeps its own dtypes under autocast and refuses create_graph.
+    """Decorator of a Function's backward: ignore autocast and refuse create_graph.
 
-    What it saved beside its inputs has no graph: a second derivative would be wrong in silence.
+    Tensors saved besides its inputs have no graph: a second derivative would be silently wrong.
     """
 
     def run(ctx, do, *others):
@@ -129,7 +129,7 @@ def _refuse(*_: Any) -> None:
 
 
 def _vmap(function: Callable, info: Any, dims: Sequence[int | None], *args: Any) -> tuple:
-    """Folds the vmapped dimension into the batch, which leads every tensor here."""
+    """Fold the vmapped dimension into the batch, the first dimension of every tensor here."""
     count = info.batch_size
     outputs = function(*(_larger(x, dim, count) for x, dim in zip(args, dims, strict=True)))
     return tree_map(lambda x: x.unflatten(0, (count, x.shape[0] // count)), outputs), 0
@@ -142,10 +142,10 @@ def _larger(x: Any, dim: int | None, count: int) -> Any:
 
 
 def _registered(name: str, function: Callable, shapes: Callable) -> Any:
-    """nsa::name as torch.library has it."""
+    """Register nsa::name with torch.library."""
 
     @wraps(function)
-    def plain(x, *args):  # what a compiled backward runs under autocast would be cast inside
+    def plain(x, *args):  # a compiled backward under autocast would cast inside
         with without_autocast(x.device):
             return function(x, *args)
 

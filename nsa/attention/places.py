@@ -1,4 +1,4 @@
-"""The sizes of a cache, and where the tokens of each sequence are kept: once for all layers."""
+"""Sizes of a cache and locations of each sequence's tokens, shared by all layers."""
 
 import math
 from collections import Counter
@@ -19,13 +19,13 @@ RING_GRAIN = 16  # rings are rounded up to a multiple
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a layer's cache is made for. `capacity` is rounded up to whole pages, or blocks of l'.
+    """Sizes of a layer's cache. `capacity` is rounded up to whole pages, or blocks of l'.
 
     Contiguous (`page` None): a sequence is one page of `capacity` tokens. Paged: a page holds
-    `page` tokens, a multiple of l', and `pages` of them serve all sequences; None means enough for
+    `page` tokens, a multiple of l', and all sequences share `pages` of them; None means enough for
     every sequence to be full.
 
-    Raises ValueError for sizes that do not fit, and says which do.
+    Raises ValueError for sizes that do not fit, with sizes that do.
     """
 
     config: NSAConfig
@@ -73,7 +73,7 @@ class CacheShape:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page; all that a sequence may have, where there is one page a sequence."""
+        """Tokens per page; the capacity if each sequence has one page."""
         return self.page or self.capacity
 
     @property
@@ -83,23 +83,23 @@ class CacheShape:
 
     @property
     def pool(self) -> int:
-        """P: pages there are."""
+        """Number of pages in the pool, P."""
         return self.batch * self.pages_each if self.pages is None else self.pages
 
     @property
     def window_ring(self) -> int:
-        """R: tokens of the ring of window keys, 0 where there is none."""
+        """Tokens in the ring of window keys, R; 0 if there is none."""
         kept = "win" in self.branches and not self.shared
         return _ring(self.config.window + self.slack) if kept else 0
 
     @property
     def raw_ring(self) -> int:
-        """S: tokens of the ring of keys that are not compressed yet, 0 where there is none."""
+        """Tokens in the ring of keys not compressed yet, S; 0 if there is none."""
         kept = "cmp" in self.branches or "slc" in self.branches
         return _ring(self.config.compress_block + self.slack) if kept else 0
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor that a layer keeps, by name."""
+        """Shape of each tensor of a layer, by name."""
         size, stride = self.page_size, self.config.compress_stride
         kept = {}
         if "slc" in self.branches or ("win" in self.branches and self.shared):
@@ -125,16 +125,16 @@ class CacheShape:
 
     @property
     def places_bytes(self) -> int:
-        """Bytes of what all layers share: page table, lengths and newest."""
+        """Bytes of the tensors shared by all layers: page table, lengths and newest."""
         return 4 * self.batch * (self.pages_each + 2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON; `from_dict` brings the same shape back."""
+        """Plain values for JSON; `from_dict` restores the same shape."""
         return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "CacheShape":
-        """The shape that `to_dict` described. ValueError for a name that is unknown or missing."""
+        """Restore the shape from `to_dict`. ValueError for a name that is unknown or missing."""
         known = {f.name for f in fields(cls)}
         if set(values) != known:
             wrong = ", ".join(sorted(set(values) ^ known))
@@ -144,13 +144,13 @@ class CacheShape:
 
 
 class Places:
-    """Where the tokens of B sequences are: shared by the layers of a model, advanced once a step.
+    """Locations of the tokens of B sequences: shared by a model's layers, advanced once per step.
 
     `lengths` [B] int32 counts the tokens held, `newest` [B] int32 the most that were ever held
     since a reset, `table` [B, capacity / page] int32 names each sequence's pages, -1 for none yet.
-    They are on the device, and nothing in a step waits for it: `longest`, an int, is what no
-    length exceeds. Where there are fewer pages than full sequences need, the table begins empty
-    and the owner of the cache fills it.
+    They are on the device, and nothing in a step waits for it: `longest`, an int, is an upper
+    bound on the lengths. If there are fewer pages than full sequences need, the table starts
+    empty and the owner of the cache fills it.
     """
 
     def __init__(self, shape: CacheShape, device: torch.device | str | None = None) -> None:
@@ -165,19 +165,19 @@ class Places:
         self.newest = torch.zeros_like(self.lengths)
 
     def bound(self, new: int = 0) -> int:
-        """Tokens that no sequence exceeds with `new` more; the capacity in a CUDA graph."""
+        """Upper bound on a sequence's tokens after `new` more; the capacity in a CUDA graph."""
         full = self.shape.capacity
         return full if self._capturing() else min(self.longest + new, full)
 
     @property
     def stale(self) -> bool:
-        """Whether something other than zeros may lie behind a sequence's end."""
+        """True if there may be nonzero values behind a sequence's end."""
         return self._stale or self._capturing()
 
     def room(self, new: int, counts: Tensor | None = None) -> None:
         """ValueError unless `new` tokens (or counts [B] of them) fit every sequence.
 
-        Waits for the GPU only where the host's bound says that they may not.
+        Waits for the GPU only if by the host's bound they may not fit.
         """
         full = self.shape.capacity
         if self.longest + new <= full:
@@ -193,7 +193,7 @@ class Places:
         )
 
     def advance(self, new: int, counts: Tensor | None = None) -> None:
-        """`new` tokens more in each sequence, or counts [B] int32 of them, 0 to new."""
+        """Add `new` tokens to each length, or counts [B] int32 of them, 0 to new."""
         if new < 0:
             raise ValueError(f"a cache cannot advance by {new} tokens; crop(lengths) shortens it")
         self.lengths.add_(new if counts is None else counts.clamp(0, new))
@@ -202,18 +202,18 @@ class Places:
         self.count(new)
 
     def count(self, new: int) -> None:
-        """What the host learns of an `advance` that it did not call: a CUDA graph was replayed."""
+        """Update the host's bound for an `advance` inside a replayed CUDA graph."""
         self.longest = min(self.longest + new, self.shape.capacity)
 
     def crop(self, lengths: int | Sequence[int] | Tensor, *, check: bool = True) -> None:
-        """Forgets what each sequence holds beyond `lengths`, one for all or [B].
+        """Drop tokens of each sequence beyond `lengths`, one for all or [B].
 
-        check: read the lengths back and refuse ones that run backwards or cannot be had: a ring
-        holds `slack` tokens more than a step needs. Without, nothing waits for the GPU and a
-        length above what is held changes nothing.
+        check: read the lengths back and refuse those that are out of range or overwritten: a ring
+        holds `slack` tokens more than a step needs. Otherwise nothing waits for the GPU and a
+        length above the held one has no effect.
 
         Raises:
-            ValueError: a length below 0, above what is held, or of tokens that are overwritten.
+            ValueError: a length below 0, above the held one, or whose tokens are overwritten.
         """
         wanted = torch.as_tensor(lengths, dtype=torch.int32, device=self.lengths.device)
         if wanted.ndim == 0:
@@ -240,7 +240,7 @@ class Places:
         self.newest.masked_fill_(self.lengths == 0, 0)
 
     def _keeps(self, length: int, newest: int) -> bool:
-        """Whether the rings still hold what the next token after `length` needs."""
+        """True if the rings still hold all tokens that the next one after `length` needs."""
         shape, config = self.shape, self.shape.config
         if length == 0:
             return True
@@ -252,7 +252,7 @@ class Places:
         return all(first >= newest - ring for ring, first in needed if ring)
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
-        """Those sequences hold nothing; all by default. Their pages stay theirs."""
+        """Empty these sequences, all by default. They keep their pages."""
         rows = slice(None) if rows is None else self.index("rows", rows)
         self._stale = True
         self.lengths[rows] = 0
@@ -261,29 +261,29 @@ class Places:
             self.longest = 0
 
     def reorder(self, index: Tensor) -> None:
-        """The lengths of sequence b become those of index[b]; its pages stay its own."""
+        """Replace the lengths of sequence b by those of index[b]; it keeps its own pages."""
         self._stale = True
         for x in (self.lengths, self.newest):
             x.copy_(x[index])
 
     def take(self, other: "Places", rows: Tensor) -> None:
-        """The lengths of those rows of another cache."""
+        """Copy the lengths of these rows of another cache."""
         self.lengths.copy_(other.lengths[rows])
         self.newest.copy_(other.newest[rows])
         self.longest, self._stale = other.longest, True
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors by name, to be saved."""
+        """Tensors to save, by name."""
         return {"table": self.table, "lengths": self.lengths, "newest": self.newest}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """What `state` gave, of a cache of the same shape. Waits for the device."""
+        """Restore the tensors from `state` of a cache of the same shape. Waits for the device."""
         for name, x in self.state().items():
             x.copy_(tensors[name])
         self.longest, self._stale = int(self.lengths.max()), True
 
     def index(self, name: str, rows: Sequence[int] | Tensor) -> Tensor:
-        """`rows` as int64 on the device; ValueError for what is no sequence of the cache."""
+        """`rows` as int64 on the device; ValueError for indices outside the cache's sequences."""
         rows = torch.as_tensor(rows, device=self.lengths.device).long()
         outside = rows.ndim != 1 or not rows.numel()
         if outside or bool(((rows < 0) | (rows >= self.shape.batch)).any()):
@@ -294,7 +294,7 @@ class Places:
         return rows
 
     def check(self, new: int = 0, counts: Tensor | None = None) -> None:
-        """Strict mode's look at lengths, counts and page table. Waits for the GPU.
+        """Check lengths, counts and page table in strict mode. Waits for the GPU.
 
         Raises:
             ValueError: a length outside 0..capacity or beyond what was appended, a count outside

@@ -1,4 +1,4 @@
-"""The ways to compute the one operation, and which of them takes given inputs."""
+"""Backends of the operation, and the choice of one that accepts given inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from nsa.attention import measured, transforms
 from nsa.attention.inputs import Inputs
 from nsa.spelling import nearest
 
-Note = Callable[[str, str], None]  # (branch, implementation): what served it
+Note = Callable[[str, str], None]  # (branch, implementation that ran it)
 # By branch: o [B, T, HQ, DV] and its lse [B, T, HQ], natural log, if `Inputs.needs_lse`, else None.
 Branches = dict[str, tuple[Tensor, Tensor | None]]
 
 
 class Declined(ValueError):
-    """The backend that was named does not take these inputs; the message says why."""
+    """The named backend does not accept these inputs; the message gives the reasons."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """One implementation of the three branches.
 
-    `run(inputs, note)` returns the branches asked for, never packed, and lse is of keys alone;
-    `why_not(inputs)` lists the reasons it can't take them, empty when it can. `fused(inputs, note)`
-    returns (their gated sum, {branch: lse} if `return_lse`), packed or not, for a backend that can
-    do without the branches' outputs; such a one puts sinks into all that it returns itself.
+    `run(inputs, note)` returns the requested branches, never packed, with the lse of keys alone;
+    `why_not(inputs)` returns the reasons it cannot compute them, empty if it can. `fused(inputs,
+    note)` returns (their gated sum, {branch: lse} if `return_lse`), packed or not, for a backend
+    that does not need the branches' outputs; it applies sinks itself to all that it returns.
     """
 
     name: str
@@ -34,15 +34,15 @@ class Backend:
     summary: str
     quadratic: bool  # holds a T x T tensor per head
     why_not: Callable[[Inputs], list[str]] = lambda inputs: []
-    # Reasons for which `auto` passes over it although it would run.
+    # Reasons why `auto` skips it although it would run.
     not_for_auto: Callable[[Inputs], list[str]] = lambda inputs: []
     fused: Callable[[Inputs, Note], tuple[Tensor, dict[str, Tensor]]] | None = None
-    # What strict mode asks before it computes: raises where this device computes something else.
+    # Strict mode's check before a call: raises if kernels are wrong on this device.
     first_use: Callable[[Inputs], None] = lambda inputs: None
-    transforms: frozenset[str] = frozenset()  # those of torch.func that it has
+    transforms: frozenset[str] = frozenset()  # torch.func transforms it supports
 
     def declines(self, inputs: Inputs) -> list[str]:
-        """Every reason for which it can't compute a call, where torch.func transforms it too."""
+        """All reasons why it cannot compute a call, missing torch.func transforms included."""
         if lacking := sorted(transforms.active() - self.transforms):
             able = [one.name for one in backends() if one.transforms >= transforms.active()]
             named = ", ".join(lacking)
@@ -50,7 +50,7 @@ class Backend:
         return self.why_not(inputs)
 
 
-# The order in which `auto` prefers them where nothing was measured.
+# Order of preference of `auto` for shapes that were not measured.
 _MODULES = ("triton", "flash", "flex", "packed", "gather", "sdpa", "masked", "sequential")
 
 
@@ -65,8 +65,8 @@ def names() -> list[str]:
 
 
 def check_name(name: str) -> str:
-    """`name` if it is "auto", a backend or a variant of one, as "sdpa:math"; else a ValueError that
-    names the nearest."""
+    """Return `name` if it is "auto", a backend or a variant such as "sdpa:math"; else ValueError
+    with the nearest name."""
     backends()
     known = ["auto", *_loaded]
     if name in known:
@@ -75,7 +75,7 @@ def check_name(name: str) -> str:
 
 
 def get(name: str) -> Backend:
-    """The backend of that name; ValueError for any other, "auto" included."""
+    """Return the backend of that name; ValueError for any other, "auto" included."""
     check_name(name)
     if name == "auto":
         raise ValueError("'auto' is a choice between backends; use choose(inputs)")
@@ -95,7 +95,7 @@ def _load(name: str) -> Backend:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` took, why it passed over those it prefers, and the measurement it went by."""
+    """Backend that `auto` chose, why preferred ones declined, and the measurement used."""
 
     backend: Backend
     declined: dict[str, list[str]]
@@ -109,9 +109,9 @@ class Choice:
 
 
 def choose(inputs: Inputs) -> Choice:
-    """The first backend in order of preference that takes the inputs, with the others' reasons.
+    """Choose the first backend in order of preference that accepts the inputs.
 
-    Where a shape near this one was measured on such a GPU, those measured change places by speed.
+    If a shape near this one was measured on such a GPU, the measured backends are sorted by speed.
     """
     declined: dict[str, list[str]] = {}
     preferred, ranking = backends(), measured.ranking(inputs)

@@ -1,7 +1,7 @@
-"""What blockwise backends share: products, softmax statistics, attention over runs of keys.
+"""Code shared by blockwise backends: products, softmax statistics, attention on key ranges.
 
-In the compressed and the window branch a query sees one unbroken run of keys. Queries are taken so
-many at a time that their scores fill about ELEMENTS elements, so memory beyond inputs and outputs
+In the compressed and the window branch a query sees one contiguous range of keys. Queries are
+processed in chunks whose scores fill about ELEMENTS elements, so memory beyond inputs and outputs
 is bounded, not T x T.
 """
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from nsa.attention.operator import operator
 from nsa.blocks import Span
 
-ELEMENTS = 1 << 22  # scores held at once; the more, the fewer and larger the launches
+ELEMENTS = 1 << 22  # scores held at once; more of them mean fewer and larger launches
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, statistics and accumulators: fp32, or fp64 for fp64 inputs."""
+    """Dtype of scores, statistics and accumulators: fp32, or fp64 for fp64 inputs."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -31,13 +31,13 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
-    """[B, M, HQ, D] -> [B*HKV, G*M, D]: the rows of a group one below the other, head by head."""
+    """[B, M, HQ, D] -> [B*HKV, G*M, D]: the rows of a group stacked head by head."""
     grouped = x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
     return grouped.reshape(x.shape[0] * kv_heads, -1, x.shape[3])
 
 
 def by_query(x: Tensor, batch: int, kv_heads: int, rows: int) -> Tensor:
-    """The way back from `by_kv_head`: [B*HKV, G*M, D] -> [B, M, HQ, D]."""
+    """Inverse of `by_kv_head`: [B*HKV, G*M, D] -> [B, M, HQ, D]."""
     grouped = x.view(batch, kv_heads, -1, rows, x.shape[-1]).permute(0, 3, 1, 2, 4)
     return grouped.reshape(batch, rows, -1, x.shape[-1])
 
@@ -160,7 +160,7 @@ def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:
 
 
 def chunks(rows: int, per_row: int, elements: int) -> Iterator[slice]:
-    """All rows in order, as many at a time as fill no more than `elements`, and one at least."""
+    """Slices of all rows in order, each of at most `elements` elements but at least one row."""
     step = max(1, elements // per_row)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

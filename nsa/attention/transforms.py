@@ -1,4 +1,4 @@
-"""State of torch that a call runs in: transforms of torch.func, and autocast."""
+"""State of torch during a call: torch.func transforms and autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -12,9 +12,9 @@ _NAMES = {"Grad": GRAD, "Vmap": VMAP, "Jvp": JVP}
 
 
 def active() -> frozenset[str]:
-    """Names of what torch.func asks of a call that it transforms; none for a plain one.
+    """Names of the torch.func transforms that a call needs to support; none for a plain call.
 
-    A hessian is a jvp and a second derivative, and a gradient per sample grad and vmap.
+    A Hessian needs jvp and a second derivative, a per-sample gradient needs grad and vmap.
     """
     if not torch._C._are_functorch_transforms_active():
         return frozenset()
@@ -24,14 +24,14 @@ def active() -> frozenset[str]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype in which autocast computes on the device; None where it is off, as on "meta"."""
+    """Autocast dtype on the device; None if autocast is off, as on "meta"."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Autocast off, which would round the fp32 scores that softmax needs."""
+    """Disable autocast, which would round the fp32 scores that softmax needs."""
     if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""The operation as flash-attn's users call theirs on packed sequences: [TOTAL, H, D], no batch."""
+"""The operation with the packed-sequence interface of flash-attn: [TOTAL, H, D], no batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,29 +28,29 @@ def nsa_varlen_func(
     blocks: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`nsa_attention` with cu_seqlens, to the bit: o [TOTAL, HQ, DV] of sequences laid end to end.
+    """Bitwise `nsa_attention` with cu_seqlens: o [TOTAL, HQ, DV] of concatenated sequences.
 
-    The first seven arguments stand as in flash_attn_varlen_func. NSA is self-attention: query t
-    stands at key t, so that keys have the queries' lengths.
+    The first seven arguments are as in flash_attn_varlen_func. NSA is self-attention: query t is
+    at the position of key t, so keys have the queries' lengths.
 
     Args:
         q: [TOTAL, HQ, D].
         k, v: [TOTAL, HKV, D] and [TOTAL, HKV, DV], or a mapping with "cmp", "slc" and "win".
-        cu_seqlens_q, cu_seqlens_k: [N + 1] int32 from 0 to TOTAL, equal. One tensor given twice is
-            not compared, which would wait for the GPU.
-        max_seqlen_q, max_seqlen_k: the longest sequence, equal. Nothing is sized by them, so that
-            they are checked against each other only.
+        cu_seqlens_q, cu_seqlens_k: [N + 1] int32 from 0 to TOTAL, equal. Pass the same tensor twice
+            to avoid a comparison, which waits for the GPU.
+        max_seqlen_q, max_seqlen_k: the longest sequence, equal. Nothing is sized by them, so
+            they are only checked against each other.
         gates: [TOTAL, HQ, 3].
         softmax_scale: `scale` of `nsa_attention`.
-        causal: True, for NSA is defined for nothing else.
+        causal: must be True; NSA is causal by definition.
         blocks: [TOTAL, HKV, N].
-        options: phi, branches, sinks, return_lse, backend and strict, as of `nsa_attention`.
+        options: phi, branches, sinks, return_lse, backend and strict, as in `nsa_attention`.
 
     Returns o, or with return_lse (o, lse [TOTAL, HQ, 3], combined [TOTAL, HQ]).
 
     Raises:
-        ValueError: lengths of keys that are not the queries', causal=False, a tensor with a batch;
-            and as `nsa_attention`.
+        ValueError: lengths of keys that differ from the queries', causal=False, a tensor with a
+            batch; and as `nsa_attention`.
     """
     if not causal:
         raise ValueError("causal=False: no query of NSA sees a later key; causal=True would do")
@@ -65,7 +65,7 @@ def nsa_varlen_func(
 
 
 def _batched(name: str, x: Packed, sizes: str) -> Packed:
-    """x, or each of a mapping, as the one sequence of a batch."""
+    """x, or each tensor of a mapping, with a batch dimension of 1."""
     if isinstance(x, Mapping):
         return {branch: _batched(f"{name}[{branch!r}]", one, sizes) for branch, one in x.items()}
     check_tensor(name, x, f"[TOTAL, {sizes}]")

@@ -1,8 +1,8 @@
-"""The path witness: which implementation served each branch, how often, and was it finite.
+"""The path witness: which implementation ran each branch, how often, and non-finite outputs.
 
-An A/B test whose arms have equal witnesses compared a program with itself. Counting is
-process-wide, because autograd recomputes checkpointed blocks in threads of its own; so is the
-place (layer, step) of a call: one training loop a process.
+An A/B test whose variants have equal witnesses compared a program with itself. Counting is
+process-wide, because autograd recomputes checkpointed blocks in its own threads; so is the
+place (layer, step) of a call: one training loop per process.
 """
 
 import math
@@ -15,35 +15,34 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-TOGETHER = 8  # outputs of a place that are looked at in one go
+TOGETHER = 8  # outputs of a place that are checked together
 
-Key = tuple[str, torch.dtype, torch.device]  # a place, and what can be looked at in one go
+Key = tuple[str, torch.dtype, torch.device]  # outputs with one key are checked together
 
 _lock = threading.RLock()
 _place: dict[str, int] = {}
 
 
 class Witness:
-    """What every call of `nsa_attention` inside one recording did.
+    """Record of every call of `nsa_attention` inside one recording.
 
     `paths` counts (branch, implementation), with "score" for the selection's scores; `backends`
     counts calls by backend; `declined` counts (backend, reason) of those that "auto" prefers to the
-    one it took, for all branches of a call. A block that gradient checkpointing runs twice counts
-    twice.
+    one it chose, once per call. A block that gradient checkpointing runs twice counts twice.
     """
 
     def __init__(self) -> None:
         self.paths: Counter[tuple[str, str]] = Counter()
         self.backends: Counter[str] = Counter()
         self.declined: Counter[tuple[str, str]] = Counter()
-        # Of each place: the largest magnitudes not looked at yet, and how many before were bad.
+        # For each place: the magnitudes not checked yet, and the number of bad ones before.
         self._norms: dict[Key, list[Tensor]] = {}
         self._non_finite: dict[Key, Tensor] = {}
         self.warned = False
 
     def saw_output(self, norm: Tensor) -> None:
-        """Counts an output by its largest magnitude `norm` [], without a sync on a GPU."""
-        # Without the step, or a long run would hold a tensor a step.
+        """Count an output by its largest magnitude `norm` [], without a sync on a GPU."""
+        # Without the step, since a long run would hold one tensor per step.
         key = place(without="step"), norm.dtype, norm.device
         waiting = self._norms.setdefault(key, [])
         waiting.append(norm)
@@ -55,7 +54,7 @@ class Witness:
         self._non_finite[key] = bad + self._non_finite.get(key, 0)
 
     def non_finite(self) -> dict[str, int]:
-        """Calls whose output held a non-finite value, by place. Waits for the GPU."""
+        """Calls with a non-finite output value, by place. Waits for the GPU."""
         found: Counter[str] = Counter()
         with _lock:
             for key in list(self._norms):
@@ -67,7 +66,7 @@ class Witness:
         return dict(+found)
 
     def record(self) -> dict:
-        """All of it, JSON-able: {"backends": {backend: n}, "paths": {branch: {implementation: n}},
+        """All counts for JSON: {"backends": {backend: n}, "paths": {branch: {implementation: n}},
         "declined": {backend: {reason: n}}, "non_finite": {place: n}}."""
         paths, declined = {}, {}
         for counts, named in ((self.paths, paths), (self.declined, declined)):
@@ -77,7 +76,7 @@ class Witness:
         return found | {"non_finite": self.non_finite()}
 
     def warn(self, here: str) -> None:
-        """Warns of a non-finite output, the first time only."""
+        """Warn of a non-finite output, the first time only."""
         if not self.warned:
             self.warned = True
             warnings.warn(
@@ -98,7 +97,7 @@ def process() -> Witness:
 
 @contextmanager
 def recording() -> Iterator[Witness]:
-    """Counts every call made while it is open. Recordings nest; each counts on its own."""
+    """Count every call made while it is open. Recordings nest and count independently."""
     witness = Witness()
     with _lock:
         _witnesses.append(witness)
@@ -112,8 +111,8 @@ def recording() -> Iterator[Witness]:
 def saw_call(
     backend: str, notes: list[tuple[str, str]], declined: Mapping[str, Sequence[str]]
 ) -> None:
-    """Tells every open witness that `backend` served a call through `notes`, and the reasons for
-    which others had `declined` it."""
+    """Record in every open witness that `backend` ran a call by `notes`, and the reasons why
+    others had `declined` it."""
     reasons = [(name, "; ".join(why)) for name, why in declined.items()]
     with _lock:
         for witness in _witnesses:
@@ -123,18 +122,18 @@ def saw_call(
 
 
 def saw_output(o: Tensor) -> None:
-    """Tells every open witness whether an output holds a non-finite value, without a sync on a GPU.
+    """Record in every open witness if an output is non-finite, without a sync on a GPU.
 
-    There the warning waits until a witness is read; on a CPU it comes at once. A subclass of Tensor
-    (FakeTensor, say), one on "meta" or one under torch.func may have no values to look at.
+    On a GPU the warning waits until a witness is read; on a CPU it is immediate. A Tensor subclass
+    (FakeTensor, say), one on "meta" or one under torch.func may have no values to check.
     """
     if type(o) is not Tensor or o.is_meta or torch._C._are_functorch_transforms_active():
         return
-    # A CUDA graph's replays go unseen, and its capture must not leave tensors of its memory here.
+    # A CUDA graph's replays are not recorded, and its capture must not leave its tensors here.
     if o.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     # An infinity norm lets NaN and inf through and needs no temporary of o's size. It is the only
-    # operation here, for each is a launch that a small call feels.
+    # operation here, since each is a launch that slows down a small call.
     norm = torch.linalg.vector_norm(o.detach(), ord=math.inf)
     with _lock:
         for witness in _witnesses:
@@ -147,9 +146,9 @@ def saw_output(o: Tensor) -> None:
 
 @contextmanager
 def where(**place: int) -> Iterator[None]:
-    """Names the place of the calls inside, e.g. where(layer=3) or where(step=5); they nest.
+    """Set the place of the calls inside, e.g. where(layer=3) or where(step=5); they nest.
 
-    Compiled code names none: it would be compiled again for each step.
+    It has no effect in compiled code, which would otherwise be recompiled for each step.
     """
     if torch.compiler.is_compiling():
         yield
@@ -164,6 +163,6 @@ def where(**place: int) -> Iterator[None]:
 
 
 def place(without: str = "") -> str:
-    """The place in words, e.g. "layer 3, step 5"; `without` leaves one of its names out."""
+    """Place as text, e.g. "layer 3, step 5"; `without` omits one of its names."""
     named = [f"{name} {_place[name]}" for name in sorted(_place) if name != without]
     return ", ".join(named) or "no place named"

@@ -1,11 +1,11 @@
 """Registration with transformers, so that a saved model opens without `import nsa.hf`.
 
-torch calls `install` at the end of its own import: the entry point "torch.backends" of this package
-says so, and TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off. Nothing of transformers is imported here:
-once its table of model types is, it gets a line, and `nsa.hf` is imported when that is looked up.
+torch calls `install` at the end of its import by this package's entry point "torch.backends";
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off. Nothing of transformers is imported here: once its
+table of model types is imported, a line is added, and `nsa.hf` is imported when that is looked up.
 
-It is installed as `nsa_autoload`, for a program may have a module `nsa` of its own, and
-`import torch` fails where an entry point does.
+It is installed as `nsa_autoload`, since a program may have its own module `nsa`, and
+`import torch` fails if an entry point fails.
 """
 
 import sys
@@ -22,7 +22,7 @@ TABLE = "transformers.models.auto.auto_mappings"
 
 
 class _Models(ModuleType):
-    """Stands for transformers.models.nsa: its names are those of `nsa.hf`."""
+    """Module in place of transformers.models.nsa, with the names of `nsa.hf`."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -31,7 +31,7 @@ class _Models(ModuleType):
 
 
 class _Then(Loader):
-    """Loads the table as its own loader does, and adds a line."""
+    """Loader of the table that calls the original loader and adds a line."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -56,8 +56,8 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Adds the model type "nsa" to transformers' table, now or when that is imported. Raises
-    nothing: torch would refuse to be imported."""
+    """Add the model type "nsa" to transformers' table, now or when that is imported. Never raises,
+    since that would make the import of torch fail."""
     if TABLE in sys.modules:
         _add(sys.modules[TABLE])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -5,11 +5,11 @@ import sys
 
 from nsa.cli.options import FAILED, GOOD, SEVERAL, command, share
 
-ASK = 200  # more runs than these are begun only when somebody says so
+ASK = 200  # larger numbers of runs need a confirmation
 
 
 def add(commands) -> None:
-    """Its parser."""
+    """Add the parser."""
     made = command(commands, batch)
     option = made.add_argument
     option("plan", metavar="PLAN", help="YAML file of jobs: notebooks x grids of parameters")
@@ -31,8 +31,8 @@ def add(commands) -> None:
 
 def batch(arguments) -> int:
     """Run the notebooks of a plan, each into its dated folder: one after another, with a GPU each,
-    or on Slurm. What is finished is not run again, so the same command goes on where it was cut
-    off. Exit code 0 if all ran and no verdict is FAIL."""
+    or on Slurm. Finished runs are not repeated, so the same command continues an interrupted batch.
+    Exit code 0 if all ran and no verdict is FAIL."""
     from nsa.lab.search.candidates import text
     from nsa.workbook.batch import show
     from nsa.workbook.batch.driver import Driver
@@ -111,7 +111,7 @@ def _place(arguments, plan):
 
 
 def _ask(found, expected: str, arguments) -> None:
-    """ValueError where so many runs are not wanted, or nobody can be asked."""
+    """Ask before many runs. ValueError if declined, or if there is no terminal to ask on."""
     count = found.count()
     left = count["to run"] + count["stopped"]
     if left <= ASK or arguments.yes:

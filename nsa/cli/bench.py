@@ -8,7 +8,7 @@ from nsa.cli.options import FAILED, GOOD, SEVERAL, command, duration, share, wor
 
 
 def add(commands) -> None:
-    """Its parser."""
+    """Add the parser."""
     made = command(commands, bench)
     option = made.add_argument
     text = (
@@ -37,7 +37,7 @@ def bench(arguments) -> int:
     if gpu and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no GPU; --device cpu runs a tiny shape")
     if not gpu:
-        # Triton reads it when it is imported: its interpreter, for numbers and not for speed.
+        # Triton reads it at import: the interpreter, for correct numbers and not for speed.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
     from nsa.experiments.comparison import implementations, record

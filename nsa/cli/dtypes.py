@@ -1,4 +1,4 @@
-"""`nsa env dtypes`: in which dtypes a checkpoint's or a preset's numbers are."""
+"""`nsa env dtypes`: dtypes of the numbers in a checkpoint or a preset."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from nsa.cli.options import FAILED, GOOD, command
 
 
 def add(commands) -> None:
-    """Its parser."""
+    """Add the parser."""
     made = command(commands, dtypes, "--runs", "--json", under="env")
     text = "a checkpoint (any .pt of tensors), a folder of them, a run (id or latest), or a preset"
     made.add_argument("what", metavar="CHECKPOINT|RUN|PRESET", help=text)
@@ -15,7 +15,7 @@ def add(commands) -> None:
 
 def dtypes(arguments) -> int:
     """Count elements and MiB by dtype of parameters, gradients, optimizer state and buffers, and
-    flag what does not fit together. Exit code 1 where something is flagged."""
+    flag mismatches. Exit code 1 if anything is flagged."""
     from nsa.lab.measure import dtypes as measured
     from nsa.model import presets
 
@@ -32,7 +32,7 @@ def dtypes(arguments) -> int:
 
 
 def _place(what: str, runs: str) -> Path:
-    """The file or folder of that name, or the run's; ValueError where there is neither."""
+    """File or folder of that name, or of the run so named. ValueError if there is neither."""
     from nsa.model.presets import PRESETS
     from nsa.workbook.store import open_store
 

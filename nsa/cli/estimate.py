@@ -1,4 +1,4 @@
-"""`nsa estimate`: what a training will hold, before it runs and without a GPU."""
+"""`nsa estimate`: memory of a training, before it runs and without a GPU."""
 
 import json
 from dataclasses import asdict, fields
@@ -16,7 +16,7 @@ EXAMPLE = "tokens=2048"
 
 
 def add(commands) -> None:
-    """Its parser."""
+    """Add the parser."""
     made = command(commands, estimate, "--runs", "--json")
     text = (
         "preset, tokens, batch, layers, backend, precision, checkpoint, attention, compile, "
@@ -36,9 +36,9 @@ def add(commands) -> None:
 
 
 def estimate(arguments) -> int:
-    """Foretell the peak memory of a training step, by phase, category and module, without running
-    it: nsa estimate preset=production tokens=2048 batch=16 backend=triton precision=bf16. By
-    default it is of a GPU (device=cuda), which need not be there."""
+    """Estimate the peak memory of a training step, by phase, category and module, without running
+    it: nsa estimate preset=production tokens=2048 batch=16 backend=triton precision=bf16. The
+    default is a GPU (device=cuda), which need not be present."""
     if arguments.calibrate:
         from nsa.lab.estimate import calibrate
 
@@ -60,7 +60,7 @@ def estimate(arguments) -> int:
             names = ("tokens", "batch")
             fits = {n: estimates.largest(spec, n, arguments.fits, **how) for n in names}
             fits |= {"gib": arguments.fits}
-    except RuntimeError as error:  # its step needs values, which a trace has not
+    except RuntimeError as error:  # its step needs values, which a trace does not have
         raise ValueError(f"this training cannot be foretold: {error}") from error
     if arguments.json:
         plain = {n: asdict(b) if n != "gib" else b for n, b in (fits or {}).items()}
@@ -72,8 +72,8 @@ def estimate(arguments) -> int:
 
 
 def spec_of(given: dict[str, Any]) -> "TrainingSpec":
-    """The training that words on the command line mean; a name that no TrainingSpec has is a field
-    of the model's config. ValueError for what could not be run."""
+    """TrainingSpec from the settings of the command line. A name that is no field of TrainingSpec
+    is a field of the model's config. ValueError for settings that could not be run."""
     from nsa.config import NSAConfig
     from nsa.lab.training import TrainingSpec
     from nsa.model.config import ModelConfig
@@ -96,8 +96,8 @@ def spec_of(given: dict[str, Any]) -> "TrainingSpec":
 
 
 def _like(run: str, runs: str) -> dict[str, Any]:
-    """The training of a run of `nsa train`, as fields of a TrainingSpec. ValueError for a run of
-    another kind, or of what no TrainingSpec says."""
+    """Fields of a TrainingSpec, from a run of `nsa train`. ValueError for a run of another kind, or
+    for a setting that TrainingSpec cannot express."""
     from nsa.model.presets import PRESETS, preset
     from nsa.workbook.files import read_json
     from nsa.workbook.store import open_store

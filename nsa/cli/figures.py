@@ -21,7 +21,7 @@ RULES = Path(__file__).with_suffix(".yaml")
 
 
 def add(commands) -> None:
-    """Its parser."""
+    """Add the parser."""
     made = command(commands, figures, under="runs")
     text = "their folder; default: %(default)s"
     made.add_argument("--to", metavar="DIR", default=places.beside("figures"), help=text)
@@ -31,8 +31,8 @@ def add(commands) -> None:
 
 
 def figures(arguments) -> int:
-    """Redraw the headline plots, each from the newest run that has what it shows, and the page that
-    says which run each is from."""
+    """Redraw the headline plots, each from the newest run that has its rows, and the page that
+    names the run of each."""
     import yaml
 
     from nsa.workbook.files import write_atomically
@@ -58,7 +58,7 @@ def figures(arguments) -> int:
 
 
 def _stored(runs: str, every: bool):
-    """The runs that git tracks; those of a folder where it tracks none, or of `every` run, all."""
+    """Runs that git tracks; all runs of the folder if it tracks none, or if `every` is set."""
     from nsa.workbook.results import Stored, committed, open_stored
 
     with contextlib.suppress(ValueError):  # no checkout
@@ -68,7 +68,7 @@ def _stored(runs: str, every: bool):
 
 
 def fits(run, rule: dict) -> bool:
-    """Whether a run has every value that the rule names, in rows of its metric with a median."""
+    """Return True if a run has all values of the rule, in rows of its metric with a median."""
     rows = [r for r in run.rows if r["metric"] == rule["metric"] and math.isfinite(r["median"])]
     if rule.get("gpu", True):
         rows = [row for row in rows if metrics.is_gpu(row["device"])]
@@ -80,7 +80,7 @@ def fits(run, rule: dict) -> bool:
 
 
 def draw(name: str, rule: dict, run, target: Path) -> list[Path]:
-    """The figure's files."""
+    """Draw the figure and return its files."""
     import inspect
 
     import matplotlib.pyplot as plt
@@ -110,7 +110,7 @@ def _named(place: str):
 
 
 def page(rules: dict, drawn: dict, missing: dict, runs: str, target: Path) -> str:
-    """figures/README.md: each figure under its question, with the run that it is of."""
+    """figures/README.md as text: each figure under its question, with the run it was drawn from."""
     from nsa.workbook.store import Run
 
     def to(path) -> str:

@@ -1,4 +1,4 @@
-"""`nsa generate`: a trained model goes on with a text, from a cache."""
+"""`nsa generate`: continue a text with a trained model, using a cache."""
 
 import codecs
 import sys
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from nsa.model.generate import Generation
     from nsa.model.llama import LanguageModel
 
-BYTES = 256  # a vocabulary of bytes is text
+BYTES = 256  # vocabulary size at which tokens are bytes of text
 
 
 def add(commands) -> None:
-    """Its parser."""
+    """Add the parser."""
     made = command(commands, generate)
     option = made.add_argument
     text = "a run of nsa train (id or latest), a folder of checkpoints, or a file"
@@ -47,8 +47,8 @@ def add(commands) -> None:
 
 
 def generate(arguments) -> int:
-    """Go on with a prompt, token by token: nsa generate --checkpoint RUN --prompt "def " --tokens
-    200. One text is shown as it comes; the time to the first token and tokens/s follow on stderr.
+    """Continue a prompt, token by token: nsa generate --checkpoint RUN --prompt "def " --tokens
+    200. A single text is streamed; the time to the first token and tokens/s follow on stderr.
     """
     options.check_json(arguments.record)
     if not arguments.prompt:
@@ -96,7 +96,7 @@ def _model(arguments) -> "LanguageModel":
             why = f"there is no such file or folder, and {error}"
             raise ValueError(f"--checkpoint {arguments.checkpoint}: {why}") from None
     try:
-        # The backend that trained it may need another device; "auto" takes what is here.
+        # The backend of the training may need another device; "auto" picks one available here.
         model = load_model(place, "cuda" if gpu else "cpu", backend="auto")
     except FileNotFoundError as error:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {error}") from None
@@ -105,7 +105,7 @@ def _model(arguments) -> "LanguageModel":
 
 
 def _ids(text: str, given_as_ids: bool, vocab: int) -> list[int]:
-    """The ids of a prompt. ValueError for a text without a byte, or where bytes are no ids."""
+    """Token ids of a prompt. ValueError for an empty text, or if the vocabulary is not bytes."""
     if text == "-":
         read = sys.stdin.buffer.read()
         text = read.decode() if given_as_ids else text
@@ -133,7 +133,7 @@ def _text(tokens: list[int], as_ids: bool) -> str:
 
 
 def _stream(made: "Generation", as_ids: bool) -> None:
-    """Writes each token when it is there; of a character the bytes together."""
+    """Print each token as it arrives, and the bytes of one character together."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for (token,) in made:
         shown = f"{token} " if as_ids else decoder.decode(bytes([token]))

@@ -27,7 +27,7 @@ from nsa.cli.options import BAD_INPUT, FAILED, GOOD
 # Modules whose distribution has another name.
 ALIASES = {"yaml": "pyyaml", "jinja2": "nbconvert", "bs4": "nbconvert"}
 
-# Commands of earlier versions, and what does their work now.
+# Commands of earlier versions, and their replacements.
 GONE = {
     "judge": "nsa site shows every claim with its run's own verdict, device, commit and age",
     "results": "nsa site --committed writes every claim of the committed runs to claims.html",
@@ -47,7 +47,7 @@ GONE = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code; a wrong request prints one line to stderr."""
+    """Run one command and return its exit code; invalid input prints one line to stderr."""
     (top, commands), argv = parsers(), sys.argv[1:] if argv is None else argv
     two = " ".join(argv[:2])
     for name in (two, *argv[:1]):
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = top.parse_args([two, *argv[2:]] if two in commands else argv)
     try:
         code = arguments.command(arguments)
-        sys.stdout.flush()  # here, where a reader that is gone can still be caught
+        sys.stdout.flush()  # here, so that a closed pipe can still be caught
         return code
     except (ValueError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nsa: {error}", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:  # `nsa runs | head`
-        # what is still buffered would fail once more when the interpreter ends
+        # what is still buffered would fail again when the interpreter exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
     except KeyboardInterrupt:
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of `nsa`, and that of each command, by its name of one word or two."""
+    """Parser of `nsa`, and those of the commands by name (one word or two)."""
     top = argparse.ArgumentParser(
         prog="nsa",
         description="Run the workbook's notebooks, look at what they found, train its models.",
@@ -105,7 +105,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 
 def extra_with(module: str) -> str:
-    """The extra of this package that brings a module; "notebooks", which has most, for others."""
+    """Extra of this package that installs a module; "notebooks", the largest, for other modules."""
     from importlib import metadata
 
     distributions = {name.lower() for name in metadata.packages_distributions().get(module, [])}

@@ -1,4 +1,4 @@
-"""`nsa notebooks`, `run`, `runs`, `show`, `report` and `env`: what can run, and what ran."""
+"""`nsa notebooks`, `run`, `runs`, `show`, `report` and `env`: notebooks and stored runs."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from nsa.spelling import pair
 
 
 def add(commands) -> None:
-    """Their parsers."""
+    """Add the parsers."""
     command(commands, notebooks, "--notebooks", "--runs")
     made = command(commands, run)
     option = made.add_argument
@@ -53,7 +53,7 @@ def notebooks(arguments) -> int:
 
 def init(arguments) -> int:
     """Copy the notebooks and their parameter files into a folder of your own, for you to change;
-    runs that start below it go there as well."""
+    runs started below it are stored there as well."""
     from nsa.workbook import places
 
     made = places.init(arguments.folder)
@@ -133,8 +133,8 @@ def show(arguments) -> int:
 
 
 def keep(arguments) -> int:
-    """Make a run small and add to git what of it is evidence: its records, and the trials that its
-    sentences name."""
+    """Make a run small and add its evidence to git: its records, and the trials that its sentences
+    name."""
     from nsa.workbook import keep
     from nsa.workbook.store import open_store
 
@@ -145,7 +145,7 @@ def keep(arguments) -> int:
 
 
 def env(arguments) -> int:
-    """Show what a run would record about this machine."""
+    """Show the environment that a run would record on this machine."""
     from nsa.workbook.environment import snapshot
 
     facts = snapshot()
@@ -162,12 +162,12 @@ def env(arguments) -> int:
 
 
 def report(arguments) -> int:
-    """Write a run's HTML report again, and the page of all runs."""
+    """Rewrite a run's HTML report, and the page of all runs."""
     from nsa.workbook.report import index, render
     from nsa.workbook.store import open_store
 
     folder = open_store(arguments.runs).find(arguments.run)
-    if (folder / "job.json").is_file():  # of `nsa train`
+    if (folder / "job.json").is_file():  # a run of `nsa train`
         from nsa.experiments.training.report import render
     print(render(folder))
     print(index(arguments.runs))
@@ -175,7 +175,7 @@ def report(arguments) -> int:
 
 
 def _print_run(run, status: str, message: str) -> None:
-    """How a run ended, with its verdicts and its folder."""
+    """Print how a run ended, with its verdicts and its folder."""
     print(f"{run.id}: {status}")
     if message:
         print(f"  reason   {message}")

@@ -1,4 +1,4 @@
-"""What commands share: exit codes, options, and how words on the command line are read."""
+"""Shared by the commands: exit codes, options, and parsing of words on the command line."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ from whyhung import cli as hung
 from whyhung.cli import BAD_INPUT, FAILED, GOOD, duration
 
 __all__ = ["BAD_INPUT", "FAILED", "GOOD", "duration"]
-SEVERAL: dict[str, Any] = {"action": "append", "default": []}  # an option that may come again
+SEVERAL: dict[str, Any] = {"action": "append", "default": []}  # an option that may be repeated
 
 
 def words(text: str) -> list[str]:
@@ -21,7 +21,7 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-# Options of several commands. A default that is a function is asked when a parser is made.
+# Options of several commands. A callable default is evaluated when a parser is made.
 SHARED: dict[str, dict[str, Any]] = {
     "--runs": {"default": partial(places.beside, "runs"), "help": "where runs are kept"},
     "--trials": {"default": partial(places.beside, "trials"), "help": "where trials are kept"},
@@ -42,10 +42,10 @@ SHARED: dict[str, dict[str, Any]] = {
 def command(
     commands, function: Callable[[argparse.Namespace], int], *shared: str, under: str = ""
 ) -> argparse.ArgumentParser:
-    """A parser for `nsa NAME`, which calls the function of that name; its result is the exit code.
+    """Parser for `nsa NAME`, which calls the function of that name; its result is the exit code.
 
-    The function's docstring is the help. The parser has the options of SHARED that are named.
-    `under` another command it is `nsa THAT NAME`, and the help of that one lists it.
+    The function's docstring is the help. `shared` names options of SHARED to add. With `under`, the
+    command is `nsa THAT NAME` and is listed in the help of that one.
     """
     if under:
         # argparse cannot tell a sub-command from a positional argument of `nsa trial`
@@ -60,7 +60,7 @@ def command(
 
 
 def share(made: argparse.ArgumentParser, *names: str) -> None:
-    """Adds options of SHARED."""
+    """Add options of SHARED."""
     for name in names:
         given = dict(SHARED[name])
         if callable(place := given.get("default")):
@@ -70,7 +70,7 @@ def share(made: argparse.ArgumentParser, *names: str) -> None:
 
 
 def check_json(file: str | None) -> None:
-    """ValueError where no rows could be written to the file of --json, before any are measured."""
+    """Raise ValueError if the file of --json is not writable, before any rows are measured."""
     if file and not Path(file).resolve().parent.is_dir():
         raise ValueError(f"--json {file}: its folder does not exist; make it first")
     if file and Path(file).is_dir():
@@ -78,8 +78,8 @@ def check_json(file: str | None) -> None:
 
 
 def of_model(given: Mapping[str, Any], said: str = "") -> dict[str, Any]:
-    """`name` as fields of ModelConfig, `nsa.name` as those below "nsa". ValueError for another dot;
-    `said` stands before the name in it."""
+    """Nest `name` as fields of ModelConfig, `nsa.name` below "nsa". ValueError for another dot; its
+    message has `said` before the name."""
     changes: dict[str, Any] = {}
     for name, value in given.items():
         outer, dot, inner = name.partition(".")
@@ -91,13 +91,13 @@ def of_model(given: Mapping[str, Any], said: str = "") -> dict[str, Any]:
 
 
 def provenance() -> dict[str, Any]:
-    """What rows in a file say of the machine, the source and the date that they are from."""
+    """Columns of rows in a file for their machine, source and date."""
     from nsa.workbook import environment
 
     return environment.provenance(environment.snapshot()) | {"date": environment.utc_now()}
 
 
 def import_from_here() -> None:
-    """The current folder is looked into, as `python -m nsa` does and `nsa` does not."""
+    """Put the current folder on sys.path, as `python -m nsa` does and `nsa` does not."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -1,4 +1,4 @@
-"""`nsa rm` and `nsa runs prune`: removal of runs. What git tracks always stays."""
+"""`nsa rm` and `nsa runs prune`: removal of runs. Runs that git tracks always stay."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def age(text: str) -> float:
 
 
 def add(commands) -> None:
-    """Their parsers."""
+    """Add the parsers."""
     made = command(commands, prune, "--json", "--runs", under="runs")
     text = "what began longer ago: 12h, 30d, 8w"
     made.add_argument("--older", type=age, metavar="AGE", required=True, help=text)
@@ -34,7 +34,7 @@ def add(commands) -> None:
 
 
 def prune(arguments) -> int:
-    """Name the old runs that git does not track, or with --yes remove them."""
+    """List the old runs that git does not track, or remove them with --yes."""
     from nsa.workbook import retention
 
     going = retention.older(arguments.runs, arguments.older)
@@ -54,7 +54,7 @@ def prune(arguments) -> int:
 
 
 def rm(arguments) -> int:
-    """Remove runs for good. One that git tracks is refused, and then nothing is removed."""
+    """Remove runs for good. If git tracks one of them, nothing is removed."""
     from nsa.workbook import retention
     from nsa.workbook.store import open_store
 
@@ -68,7 +68,7 @@ def rm(arguments) -> int:
 
 
 def _folder(store, name: str) -> Path:
-    """The run's folder; a path to one of a day below the runs' root may be without a record."""
+    """Folder of a run; a path in a day's folder below the runs' root needs no record."""
     place = Path(name)
     day = place.resolve().parent
     if place.is_dir() and day.parent == store.root.resolve() and DAY.fullmatch(day.name):
@@ -77,7 +77,7 @@ def _folder(store, name: str) -> Path:
 
 
 def _remove(folders: list[Path], root: str) -> int:
-    """Each for itself: one that cannot be removed is told, and the others go."""
+    """Remove each folder; one that cannot be removed is reported, and the others are removed."""
     failed = [folder for folder in folders if not _gone(folder)]
     if (Path(root) / "index.html").is_file():
         from nsa.workbook.report import index

@@ -1,4 +1,4 @@
-"""`nsa trial selfcheck`: run faults and programs that this machine can hold, and judge each."""
+"""`nsa trial selfcheck`: run the faults and programs that fit this machine, and judge each."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from nsa.experiments.selfcheck.registry import GROUPS
 
 
 def add(commands) -> None:
-    """Its parser."""
+    """Add the parser."""
     option = command(commands, selfcheck, under="trial").add_argument
     text = "these alone; may be given several times"
     option("--group", choices=GROUPS, help=text, **SEVERAL)
@@ -32,7 +32,7 @@ def add(commands) -> None:
 
 
 def selfcheck(arguments) -> int:
-    """Run faults and programs that this machine can hold, judge each, and print the matrix."""
+    """Run the faults and programs that fit this machine, judge each, and print the matrix."""
     from nsa.experiments.selfcheck import registry
     from nsa.experiments.selfcheck.trials import check, slack
     from nsa.workbook.files import write_json
@@ -48,7 +48,7 @@ def selfcheck(arguments) -> int:
     began, told, origin = time.monotonic(), [], provenance() if arguments.json else {}
 
     def say(row) -> None:
-        """What is there is written at once: a sweep of hours may be ended early."""
+        """Write the rows so far at once, since a sweep of hours may be ended early."""
         print(row, file=sys.stderr, flush=True)
         told.append(row)
         write(told)
@@ -74,7 +74,7 @@ def selfcheck(arguments) -> int:
 
 
 def text(rows, seconds: float) -> str:
-    """The matrix, what was missed, and the sum of it."""
+    """Text of the matrix, the missed faults, and the totals."""
     from nsa.experiments.selfcheck.judged import matrix
     from whyhung.verdict import KINDS
 

@@ -6,7 +6,7 @@ from nsa.cli.options import GOOD, command
 
 
 def add(commands) -> None:
-    """Its parser."""
+    """Add the parser."""
     made = command(commands, site, "--runs")
     made.add_argument("--to", metavar="DIR", default="site", help="folder; default: site")
     text = "only runs that git tracks, as a fresh clone has them"
@@ -14,9 +14,8 @@ def add(commands) -> None:
 
 
 def site(arguments) -> int:
-    """Write a site of all runs: which backend at a T, what fits a GPU, a table of runs that sorts
-    and filters, each run's notebook, and a page that compares runs. Pages of runs that did not
-    change stay."""
+    """Write a site of all runs: backends by T, what fits a GPU, a sortable and filterable table of
+    runs, each run's notebook, and a page that compares runs. Pages of unchanged runs are kept."""
     from nsa.workbook import results
     from nsa.workbook.site.build import build
 

@@ -1,4 +1,4 @@
-"""`nsa train`: a language model, alone, on several ranks of its own, or under torchrun.
+"""`nsa train`: train a language model in one process, on several ranks, or under torchrun.
 
 An option is stored (`dest`) under the name of the field of Job or TrainConfig that it sets.
 """
@@ -22,12 +22,12 @@ TOKENS = {
     "memory_table": 2048,
     "smoke": 1024,
     "step5": 1024,
-}  # what the presets are made for
+}  # T that the presets are made for
 OTHER_TOKENS = 512
 
 
 def add(commands) -> None:
-    """Its parser."""
+    """Add the parser."""
     made = command(commands, train)
     option = made.add_argument
     option("--preset", default="production", metavar="NAME", help="production by default")
@@ -115,13 +115,13 @@ def add(commands) -> None:
         "torch's own snapshot file"
     )
     option("--memory-snapshot", nargs="?", const="second", default="", metavar="STEP", help=text)
-    # not --run: torchrun takes that for a beginning of its own --run-path, even behind -m nsa
+    # not --run: torchrun reads that as a prefix of its own --run-path, even behind -m nsa
     option("--into", metavar="DIR", help="this run's folder; by default a new one below --runs")
     share(made, "--runs")
 
 
 def train(arguments) -> int:
-    """Train a language model. --ranks 2 starts two processes and looks after them; torchrun
+    """Train a language model. --ranks 2 starts two processes and supervises them; torchrun
     --nproc-per-node 2 -m nsa train --parallel ddp works too."""
     under_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     started = int(os.environ["WORLD_SIZE"]) if under_torchrun else None
@@ -153,9 +153,9 @@ def train(arguments) -> int:
 
 
 def _check_start(kind: str, asked: int | None, started: int | None, port: int | None) -> None:
-    """That one side alone starts the ranks, and that there are some where there must be.
+    """Raise ValueError unless only one side starts ranks, and ranks and --parallel agree.
 
-    asked: as many as --ranks is to start; started: as many as torchrun has started.
+    asked: ranks of --ranks; started: ranks that torchrun has started.
     """
     if asked is not None and started is not None:
         raise ValueError("--ranks starts torchrun itself; under torchrun leave it out")
@@ -177,7 +177,7 @@ def _check_start(kind: str, asked: int | None, started: int | None, port: int | 
 
 
 def _job(arguments, started: int | None) -> "Job":
-    """What was asked for, checked. started: as many ranks as torchrun has started."""
+    """Job of the arguments, checked. started: number of ranks that torchrun has started."""
     import torch
 
     from nsa.experiments.training.job import Job

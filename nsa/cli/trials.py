@@ -8,7 +8,7 @@ from pathlib import Path
 from nsa.cli.options import FAILED, GOOD, command, import_from_here, share, words
 from nsa.spelling import settings
 
-# What is said of the trial itself and not of its subject.
+# Settings of the trial itself and not of its subject.
 OF_THE_PLAN = (
     *("subject", "steps", "deadline_s", "predicted_s", "stall_s", "on_hang", "on_stall"),
     *("calibrate", "oracles"),
@@ -16,7 +16,7 @@ OF_THE_PLAN = (
 
 
 def add(commands) -> None:
-    """Their parsers."""
+    """Add the parsers."""
     made = command(commands, trial)
     text = f"a factor of the subject, or {', '.join(OF_THE_PLAN)}"
     made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=text)
@@ -47,11 +47,11 @@ def add(commands) -> None:
 
 
 def trial(arguments) -> int:
-    """Run one trial under supervision and judge it. Exit code 0 if it passed.
-    subject=train.py runs a script as it is, with argv='--lr 0.1' and ranks=2 under torchrun;
-    subject=package.module:make names anything that makes steps; by default it is a training step of
-    this package: layers=2 backend=gather tokens=256. What stands still is reported at once, and
-    ended only with on_hang=kill or on_stall=kill."""
+    """Run one trial under supervision and judge it. Exit code 0 if it passed. subject=train.py runs
+    a script unchanged, with argv='--lr 0.1' and ranks=2 under torchrun; subject=package.module:make
+    names any maker of steps; the default is a training step of this package: layers=2
+    backend=gather tokens=256. A hang or stall is reported at once, and the trial is ended only with
+    on_hang=kill or on_stall=kill."""
     from nsa.lab.search.candidates import Spent
     from nsa.lab.search.execute import Trials
     from nsa.lab.search.factors import listed
@@ -91,7 +91,7 @@ def trial(arguments) -> int:
 
 
 def _tell_memory(folder: Path) -> None:
-    """What a memory snapshot left, with its picture beside it."""
+    """Print the pages of memory snapshots, each with the path of its picture."""
     for page in sorted(folder.glob("memory-rank*.txt")):
         print(f"\n{page.read_text()}", end="")
         if (record := page.with_suffix(".json")).is_file():
@@ -103,7 +103,7 @@ def _tell_memory(folder: Path) -> None:
 
 @contextmanager
 def _interrupts(stop):
-    """Ctrl-C ends the trial, of which the page is kept; a second one ends all at once."""
+    """Let Ctrl-C end the trial and keep its page; a second one ends everything at once."""
 
     def once(*_) -> None:
         signal.signal(signal.SIGINT, before)
@@ -117,15 +117,15 @@ def _interrupts(stop):
 
 
 def _tell(report) -> None:
-    """At once, in plain words: what stands still, or that it moves again."""
+    """Print a hang or stall at once in plain words, or its withdrawal."""
     moves = report["withdrawn"] is not None
     said = f"it moves again: {report['label']} is withdrawn" if moves else report["headline"]
     print(f"nsa: {said}", file=sys.stderr, flush=True)
 
 
 def sweep(arguments) -> int:
-    """Run the trials of a plan, a YAML file (notebooks have `nsa batch`). What is finished is not
-    run again, so the same command goes on where it was cut off. Exit code 0 if all were run and
+    """Run the trials of a plan, a YAML file (for notebooks use `nsa batch`). Finished trials are
+    not repeated, so the same command continues an interrupted sweep. Exit code 0 if all ran and
     passed."""
     from nsa.lab.search import execute
     from nsa.lab.search.candidates import text
@@ -192,7 +192,7 @@ def bisect(arguments) -> int:
 
 
 def plan_from(path: str):
-    """The plan in a YAML file; what of it cannot be run here is told. ValueError names the file."""
+    """Plan from a YAML file; parts that cannot run here are listed. ValueError names the file."""
     from nsa.lab.search.plan import Plan
     from nsa.workbook.parameters import read_file
 
@@ -219,8 +219,8 @@ def gpus_of(plan):
 
 
 def explain(arguments) -> int:
-    """Explain a trial: its verdict, the rule that applied, and the evidence that it read. It is
-    looked for among the trials, then in the runs. Exit code 0 if it passed. With --decide, explain
+    """Explain a trial: its verdict, the rule that applied, and the evidence that it read. The trial
+    is searched among the trials, then in the runs. Exit code 0 if it passed. With --decide, explain
     the case study's loop and today's system; exit code 0 if today's system is GO."""
     if arguments.decide:
         return decide(arguments)
@@ -246,7 +246,7 @@ def explain(arguments) -> int:
 
 
 def _find(text: str, trials: str, runs: str):
-    """The ledger and the id that `text` begins, or the latest; ValueError tells what there is."""
+    """Ledger and id of the trial that `text` begins, or the latest; ValueError lists candidates."""
     from nsa.lab.search.ledger import Ledger
 
     own = Ledger(trials)
@@ -277,7 +277,7 @@ def _find(text: str, trials: str, runs: str):
 
 
 def decide(arguments) -> int:
-    """Print what the stored runs decide of the case study's loop and of today's system."""
+    """Print the decisions from stored runs on the case study's loop and on today's system."""
     from nsa.experiments.case_study import decision
     from nsa.workbook.results import open_stored
 

@@ -1,8 +1,8 @@
 """NSA in Hugging Face's transformers: `import nsa.hf` registers its models with the Auto classes.
 
-Where this package is installed that happens by itself, see `nsa_autoload`.
+If this package is installed, that happens automatically, see `nsa_autoload`.
 
-`NSAConfig` here is transformers' kind of config: all fields of `nsa.model.config.ModelConfig`, of
+`NSAConfig` here is a transformers config with all fields of `nsa.model.config.ModelConfig`, of
 which `nsa` holds the block sizes of `nsa.config.NSAConfig`.
 """
 

@@ -27,7 +27,7 @@ KEY = next(
 # Arguments that transformers and tools around it pass to any model, and that change nothing here.
 IGNORED = {*TransformersKwargs.__optional_keys__, "cache_position", "logits_indices", "seq_idx"}
 IGNORED |= {"token_type_ids", "shift_labels", "tokenizer", "assistant_tokenizer", "streamer"}
-# Names of files written before the head stood beside the base model, and projections in branches.
+# Names in files from before the head was next to the base model and projections in branches.
 OLD_NAMES = {rf"\.{re.escape(old)}\.": f".{new}." for old, new in SINCE.items()}
 OLD_NAMES |= {r"^model\.head\.": "lm_head."}
 _HAS_NOT = {
@@ -38,7 +38,7 @@ _HAS_NOT = {
 
 
 class NSAPreTrainedModel(PreTrainedModel):
-    """Weights, loading and switches that all NSA models of transformers have in common."""
+    """Weights, loading and flags common to all NSA models of transformers."""
 
     config_class = NSAConfig
     base_model_prefix = "model"
@@ -49,16 +49,16 @@ class NSAPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **options: Any) -> "NSAPreTrainedModel":
-        """Loads a model as transformers does, also from files with names of earlier versions."""
+        """Load a model as transformers does, also from files with names of earlier versions."""
         options.setdefault("key_mapping", OLD_NAMES)
         made = super().from_pretrained(*args, **options)
         model = made[0] if isinstance(made, tuple) else made
-        model._weight_conversions = None  # it is saved with the names of today
+        model._weight_conversions = None  # it is saved with the present names
         return made
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Does nothing: a folder names the installed package, see `NSAConfig.save_pretrained`."""
+        """Do nothing: a folder refers to the installed package, see `NSAConfig.save_pretrained`."""
 
     @property
     def decoder(self) -> "NSAModel":
@@ -67,7 +67,7 @@ class NSAPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Draws weights that a checkpoint lacks as LanguageModel does; what was loaded stays."""
+        """Draw weights missing from a checkpoint as LanguageModel does; keep loaded ones."""
         named = [] if self.decoder._drawn else self.named_parameters()
         lacking = [(name, p) for name, p in named if not hasattr(p, "_is_hf_initialized")]
         if lacking:
@@ -81,7 +81,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         self.decoder._drawn = True
 
     def gradient_checkpointing_enable(self, *options: Any, **more: Any) -> None:
-        """Recomputes every block in the backward, as `Decoder.recompute` does."""
+        """Recompute every block in the backward, as `Decoder.recompute` does."""
         self.decoder.recompute("all")
 
     def gradient_checkpointing_disable(self) -> None:
@@ -103,7 +103,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         self.decoder.embed_tokens = value
 
     def resize_token_embeddings(self, *sizes: Any, **options: Any) -> nn.Embedding:
-        """Resizes as transformers does, and tells the decoder its new vocabulary."""
+        """Resize as transformers does, and update the decoder's vocabulary size."""
         made = super().resize_token_embeddings(*sizes, **options)
         self.decoder._sizes = self.config.model_config()
         return made
@@ -121,7 +121,7 @@ class NSAModel(NSAPreTrainedModel, Decoder):
     @property
     def sizes(self) -> ModelConfig:
         """The decoder's config; a smaller `config.num_hidden_layers` leaves the last blocks out,
-        as early exits of assisted decoding want."""
+        as early exits of assisted decoding require."""
         layers = self.config.layers
         return self._sizes if layers == self._sizes.layers else self._sizes.with_(layers=layers)
 
@@ -131,7 +131,7 @@ class NSAModel(NSAPreTrainedModel, Decoder):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The blocks, by the name that tools for Llama look up."""
+        """The blocks, by the name that tools for Llama expect."""
         return self.blocks
 
     def forward(
@@ -148,24 +148,24 @@ class NSAModel(NSAPreTrainedModel, Decoder):
         cu_seq_lens_q: Int[Tensor, " N1"] | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPast | tuple:
-        """Hidden states [B, T, E] after the last norm, of ids or of embeddings.
+        """Hidden states [B, T, E] after the last norm, for ids or embeddings.
 
-        Where `attention_mask` is 0 there is no token: a sequence is what is left, wherever the
-        padding stands, and positions count its tokens alone. What comes out there means nothing.
-        With a cache the mask is of all its columns and the new ones, or of the new ones alone.
+        Columns with `attention_mask` 0 are padding: a sequence is the remaining tokens, wherever
+        the padding is, and positions count only its tokens. The output for padding is undefined.
+        With a cache the mask covers all its columns and the new ones, or only the new ones.
 
-        Packed sequences do not see each other: `position_ids` that begin again at 0 within a row,
-        as DataCollatorWithFlattening gives them, or `cu_seq_lens_q` [N + 1] (B = 1), which the host
-        need not read and torch.compile can trace.
+        Packed sequences are independent: `position_ids` that restart at 0 within a row, as from
+        DataCollatorWithFlattening, or `cu_seq_lens_q` [N + 1] (B = 1), which the host need not
+        read and torch.compile can trace.
 
-        A cache is made and returned if `use_cache` says so, by default the config's word for it
-        where no gradient is recorded. What goes through a cache has no gradient. `hidden_states`
-        are the embeddings and every block's output, the last one after the norm.
+        A cache is created and returned if `use_cache`, by default the config's value if no gradient
+        is recorded. No gradient flows through a cache. `hidden_states` are the embeddings and every
+        block's output, the last one after the norm.
 
         Raises:
-            TypeError: an argument that neither this model nor transformers knows.
-            ValueError: what does not fit, and what NSA has not: attention matrices, masks of other
-                shapes, positions that do not count up, attention that is not causal.
+            TypeError: an argument unknown to both this model and transformers.
+            ValueError: inputs that do not fit, or that NSA does not support: attention matrices,
+                masks of other shapes, positions that do not count up, non-causal attention.
         """
         cache = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
@@ -238,7 +238,7 @@ class NSAModel(NSAPreTrainedModel, Decoder):
 
 
 def check_one_device(parameters: Iterable[Any]) -> None:
-    """Raises ValueError for parameters on several devices; offloaded ones do not count."""
+    """Raise ValueError for parameters on several devices; offloaded ones do not count."""
     devices = sorted({str(p.device) for p in parameters if p.device.type != "meta"})
     if len(devices) > 1:
         raise ValueError(
@@ -248,12 +248,12 @@ def check_one_device(parameters: Iterable[Any]) -> None:
 
 
 def kept(x: Float[Tensor, "B T F"], keep: int | Tensor) -> Float[Tensor, "B K F"]:
-    """The last `keep` columns, all for 0, or those whose indices `keep` holds."""
+    """Return the last `keep` columns, all for 0, or those with the indices in `keep`."""
     return x[:, keep] if isinstance(keep, Tensor) else x[:, -keep:] if keep else x
 
 
 def scored(labels: Int64[Tensor, "B T"], mask: Tensor | None) -> Tensor:
-    """Labels with -100 where the mask [B, T] is 0, and for the token just behind that."""
+    """Labels with -100 where the mask [B, T] is 0, and for the next token after such."""
     if mask is None:
         return labels
     real = mask.to(labels.device).bool()

@@ -1,4 +1,4 @@
-"""An NSACache as transformers' generate wants one: it counts columns, of which some are padding."""
+"""NSACache with the interface of transformers' generate, which counts columns and padding."""
 
 from collections.abc import Sequence
 
@@ -11,22 +11,22 @@ from nsa.hf.config import NSAConfig
 from nsa.model.cache import NSACache
 from nsa.model.config import ModelConfig
 
-ASSISTED = 64  # columns that a model with an assistant can take back
+ASSISTED = 64  # columns that assisted decoding can remove
 
 
 class GenerationCache(Cache):
-    """What a model keeps of its sequences between forwards; `nsa` is the NSACache inside.
+    """Cache of a model's sequences between forwards; `nsa` is the NSACache inside.
 
-    transformers counts columns [B, COLUMNS] of a batch, padding among them; NSA keeps the real
-    tokens of each sequence alone, at positions 0, 1, ... . So one sequence may have more tokens
-    than another, and padding costs nothing. The NSACache is made in the first forward, with room
-    for `capacity` tokens a sequence, and is replaced by one twice as large when it is full.
+    transformers counts columns [B, COLUMNS] of a batch, including padding; NSA stores only the
+    real tokens of each sequence, at positions 0, 1, ... . So one sequence may have more tokens
+    than another, and padding costs nothing. The NSACache is created in the first forward, with
+    room for `capacity` tokens per sequence, and is replaced by one twice as large when full.
 
     Args:
-        capacity: tokens a sequence that there is room for at first.
-        page: tokens in a page; None: contiguous. Beams share the pages that they have in common.
-        slack: the most columns that `crop` takes back.
-        backend: who decodes, see `nsa.attention.decode.nsa_decode`.
+        capacity: initial room in tokens per sequence.
+        page: tokens per page; None: contiguous. Beams share the pages that they have in common.
+        slack: maximum number of columns that `crop` removes.
+        backend: decoding backend, see `nsa.attention.decode.nsa_decode`.
     """
 
     is_compileable = False
@@ -46,13 +46,13 @@ class GenerationCache(Cache):
         self.capacity, self.page, self.slack, self.backend = capacity, page, slack, backend
         NSACache.bytes_for(
             self.config, 1, capacity, page=page, slack=slack
-        )  # it says what is amiss
+        )  # raises if sizes do not fit
         self.nsa: NSACache | None = None
         self.columns = 0
         self.real: Bool[Tensor, "B COLUMNS"] | None = None  # None: there is no padding
 
     def room(self, batch: int, new: int, dtype: torch.dtype, device: torch.device) -> NSACache:
-        """The NSACache, with room for `new` more tokens of each sequence."""
+        """Return the NSACache, with room for `new` more tokens of each sequence."""
         if self.nsa is None:
             sizes = {"page": self.page, "slack": self.slack, "backend": self.backend}
             capacity = max(self.capacity, new)
@@ -63,7 +63,7 @@ class GenerationCache(Cache):
         return self.nsa
 
     def saw(self, new: int, real: Bool[Tensor, "B NEW"] | None) -> None:
-        """`new` more columns have come, of which those are tokens."""
+        """Add `new` columns, of which `real` are tokens."""
         if real is not None or self.real is not None:
             shape, device = (self.nsa.shape.batch, new), self.nsa.device
             before = self.real
@@ -74,8 +74,8 @@ class GenerationCache(Cache):
         self.columns += new
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest -n columns, as assisted decoding does; a number above 0 says how many
-        columns stay, as older versions of transformers call it. ValueError for more than there are,
+        """Remove the newest -n columns, as assisted decoding does; a positive n is the number of
+        columns to keep, as in older versions of transformers. ValueError for more than there are,
         and for more than `slack` once tokens before them are overwritten."""
         n = tokens_to_remove
         kept = min(n, self.columns) if n > 0 else self.columns + n
@@ -89,31 +89,31 @@ class GenerationCache(Cache):
         self.real = None if self.real is None else self.real[:, :kept]
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
-        """Sequence b becomes what sequence beam_idx[b] was."""
+        """Replace sequence b by sequence beam_idx[b]."""
         if self.nsa is not None:
             self.nsa.reorder(beam_idx)
             self.real = None if self.real is None else self.real[beam_idx.to(self.real.device)]
 
     def batch_select_indices(self, indices: Sequence[int] | Tensor) -> None:
-        """Keeps those sequences alone, in that order; one may come twice."""
+        """Keep only these sequences, in this order; one may occur twice."""
         if self.nsa is not None:
             rows = torch.as_tensor(indices, device=self.nsa.device)
             self.nsa = self.nsa.select(rows)
             self.real = None if self.real is None else self.real[rows]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Has each sequence so many times, one beside the other."""
+        """Repeat each sequence `repeats` times, copies adjacent."""
         if self.nsa is not None:
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """No sequence has a token; memory stays."""
+        """Empty all sequences and keep the memory."""
         if self.nsa is not None:
             self.nsa.reset()
         self.columns, self.real = 0, None
 
     def activate_past_recording(self) -> None:
-        """Columns will be taken back: makes sure that enough of them can be."""
+        """Prepare for crops: raise `slack` so that enough columns can be removed."""
         if self.nsa is None:
             self.slack = max(self.slack, ASSISTED)
 
@@ -121,7 +121,7 @@ class GenerationCache(Cache):
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: it grows."""
+        """Return -1: the cache grows."""
         return -1
 
     get_max_cache_shape = get_max_length

@@ -1,4 +1,4 @@
-"""Columns of a batch: which are tokens, where each stands, and where packed sequences begin."""
+"""Columns of a batch: tokens and padding, positions, and starts of packed sequences."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from nsa.hf.cache import GenerationCache
 
 @dataclass(frozen=True)
 class Columns:
-    """Tokens [B, T] or embeddings [B, T, E], those of each sequence first and padding behind.
+    """Tokens [B, T] or embeddings [B, T, E], each sequence's first and padding behind.
 
-    counts: how many are real, as `NSACache` takes them. order: where each column of the input
-    went. Both are None where all are real.
+    counts: number of real ones, as in `NSACache`. order: new index of each column of the
+    input. Both are None if all are real.
     """
 
     tokens: Tensor
@@ -23,7 +23,7 @@ class Columns:
 
     @staticmethod
     def of(given: Tensor, real: Bool[Tensor, "B T"] | None) -> "Columns":
-        """The columns of `given`, of which `real` are tokens; None: all."""
+        """Columns of `given`, of which `real` are tokens; None: all."""
         if real is None:
             return Columns(given)
         wide = real if given.dim() == 2 else real[..., None]
@@ -35,7 +35,7 @@ class Columns:
         return Columns(_taken(tokens, order), counts, order.argsort(dim=1))
 
     def back(self, x: Tensor) -> Tensor:
-        """x in the columns of the input."""
+        """Reorder x to the columns of the input."""
         return x if self.order is None else _taken(x, self.order)
 
 
@@ -48,11 +48,11 @@ def _taken(x: Tensor, order: Tensor) -> Tensor:
 def check_mask(
     given: Tensor, mask: Tensor | None, cache: GenerationCache | None
 ) -> Bool[Tensor, "B T"] | None:
-    """New columns that are tokens; None: all of them. ValueError for masks of other shapes."""
+    """Mask of new columns that are tokens; None: all. ValueError for masks of other shapes."""
     if mask is None:
         return None
     new, before = given.shape[1], cache.columns if cache is not None else 0
-    lengths = (before + new, new) if before else (new,)  # a set of them would be of one T alone
+    lengths = (before + new, new) if before else (new,)  # a set would specialize on one T
     wanted = [(given.shape[0], n) for n in lengths]
     if not isinstance(mask, Tensor) or tuple(mask.shape) not in wanted:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -67,7 +67,7 @@ def check_mask(
             f"{' or '.join(map(str, wanted))}: 0 where there is no token{reason}"
         )
     real = mask[:, -new:].to(given.device).bool()
-    # One column, and a graph that is traced, are looked at without waiting for the device.
+    # One column, and a traced graph, are checked without waiting for the device.
     if new == 1 or torch.compiler.is_compiling():
         return real
     return None if bool(real.all()) else real
@@ -76,10 +76,10 @@ def check_mask(
 def borders(
     positions: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] | None
 ) -> Int[Tensor, " N1"] | None:
-    """cu_seqlens [N + 1] int32 of the rows end to end, where positions begin again within a row;
-    None where no row holds two sequences.
+    """cu_seqlens [N + 1] int32 of the concatenated rows, split where positions restart in a row;
+    None if no row holds two sequences.
 
-    Padding is made a sequence of its own. ValueError for positions that do not count up from 0,
+    Padding becomes a separate sequence. ValueError for positions that do not count up from 0,
     and while torch.compile traces, which cannot read them.
     """
     if torch.compiler.is_compiling():
@@ -110,7 +110,7 @@ def borders(
 def check_positions(
     given: Int[Tensor, "B T"], mask: Tensor | None, cache: GenerationCache | None
 ) -> None:
-    """ValueError unless those are the positions that the model counts itself."""
+    """Raise ValueError unless these are the positions that the model computes itself."""
     first = cache.columns if cache is not None else 0
     new = given.shape[-1]
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""A model's config as transformers stores it: config.json holds each field of ModelConfig."""
+"""Config of a model in transformers' format: config.json holds each field of ModelConfig."""
 
 import os
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from nsa.model.config import ModelConfig, check_names
 from nsa.model.presets import preset
 
 DEFAULTS = preset("production").with_(name="nsa").to_dict()
-# What transformers reads of a config, and ModelConfig does not have.
+# Fields that transformers reads from a config and ModelConfig does not have.
 OTHER = {
     "use_cache": None,
     "tie_word_embeddings": False,
@@ -40,15 +40,15 @@ from nsa.hf import (  # pip install 'nsa[hf]' brings it
 
 
 class NSAConfig(PretrainedConfig):
-    """The fields of `ModelConfig` under their own names, or under transformers' (`hidden_size`).
+    """Fields of `ModelConfig` under their own names, or under transformers' (`hidden_size`).
 
     NSAConfig(layers=4, dim=256, heads=8, kv_heads=2, head_dim=32, nsa={"window": 128}, vocab=32000)
-    is such a model; what is left out is as in the preset "production". `nsa` may also be an
-    `nsa.config.NSAConfig`. All fields are written to config.json, so that other defaults of a later
+    is an example; omitted fields are as in the preset "production". `nsa` may also be an
+    `nsa.config.NSAConfig`. All fields are written to config.json, so that new defaults of a later
     version change no stored model. Dense attention has no cache, so `use_cache` is False for it.
 
-    A saved folder has a file of code that imports this package, for `trust_remote_code=True`; where
-    the package is installed, transformers knows the model without it, see `nsa_autoload`.
+    A saved folder has a code file that imports this package, for `trust_remote_code=True`; if the
+    package is installed, transformers finds the model without it, see `nsa_autoload`.
 
     Raises ValueError and TypeError as ModelConfig does.
     """
@@ -90,32 +90,32 @@ class NSAConfig(PretrainedConfig):
 
     @classmethod
     def of(cls, config: ModelConfig, **other: Any) -> "NSAConfig":
-        """The config of a model of this package; `other` is transformers' own, as eos_token_id."""
+        """Convert a ModelConfig; `other` are transformers' fields such as eos_token_id."""
         return cls(**config.to_dict(), **other)
 
     @property
     def intermediate_size(self) -> int:
-        """Hidden width of the MLP, also where `mlp_hidden` is left to its default."""
+        """Hidden width of the MLP, also if `mlp_hidden` has its default."""
         return self.model_config().mlp_size
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, the sizes under transformers' names as well, which tools look up."""
+        """All fields, with sizes also under transformers' names, which tools expect."""
         found = super().to_dict()
         found |= {theirs: found[own] for theirs, own in self.attribute_map.items() if own in found}
         return found | {"intermediate_size": self.intermediate_size}
 
     def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
-        """Writes config.json, and the file that `trust_remote_code=True` executes."""
+        """Write config.json, and the file that `trust_remote_code=True` executes."""
         super().save_pretrained(save_directory, **options)
         Path(save_directory, f"{CODE}.py").write_text(_STUB)
 
     def model_config(self) -> ModelConfig:
-        """The config of the model itself. Raises ValueError for fields set to what does not fit."""
+        """Return the ModelConfig. Raises ValueError for fields that do not fit."""
         return ModelConfig.from_dict({name: getattr(self, name) for name in DEFAULTS})
 
 
 def _own_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Values under this package's names. ValueError for two that disagree on one field."""
+    """Values under this package's names. ValueError for two that differ for one field."""
     found = dict(values)
     hidden = found.pop("intermediate_size", None)
     if "mlp_hidden" not in found and hidden is not None:

@@ -1,4 +1,4 @@
-"""From a run of `nsa train` to transformers and back, and from a dense Llama to NSA."""
+"""Conversion from a run of `nsa train` to transformers and back, and from a Llama to NSA."""
 
 import copy
 import os
@@ -20,7 +20,7 @@ from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
 from nsa.reference.nsa import BRANCHES
 
-# What a Llama's layer and ours call the same matrix; keys and values go to each branch.
+# Names of the same matrix in a Llama's layer and ours; keys and values go to each branch.
 LAYER = {
     "input_layernorm": "norm1",
     "self_attn.q_proj": "attention.q_proj",
@@ -29,7 +29,7 @@ LAYER = {
     "self_attn.o_proj": "attention.o_proj",
     "post_attention_layernorm": "norm2",
 }
-# Fields of ModelConfig that are NSA's own, so that a Llama says nothing of them.
+# Fields of ModelConfig that are specific to NSA and not determined by a Llama.
 OWN = (
     *(
         "name",
@@ -48,18 +48,18 @@ OWN = (
 def from_checkpoint(
     path: str | os.PathLike, device: str | torch.device = "cpu", **changes: Any
 ) -> NSAForCausalLM:
-    """The model that `nsa train` left; path, device, changes and errors as of `load_model`."""
+    """Load a model saved by `nsa train`; path, device, changes and errors as in `load_model`."""
     return NSAForCausalLM.of(saving.load_model(path, device, **changes))
 
 
 def to_checkpoint(
     model: NSAForCausalLM, path: str | os.PathLike, training: TrainConfig | None = None
 ) -> Path:
-    """Writes a checkpoint of this package at step 0, in fp32, without an optimizer's state.
+    """Write a checkpoint of this package at step 0, in fp32, without an optimizer's state.
 
-    `nsa.load_model` and `nsa generate --checkpoint` read it, and a Trainer of that `training` goes
-    on from it. `path` is a .pt file or a folder; returns the file. A head that is tied to the
-    embedding is one of its own in there.
+    `nsa.load_model` and `nsa generate --checkpoint` read it, and a Trainer with that `training`
+    config can resume from it. `path` is a .pt file or a folder; returns the file. A head tied to
+    the embedding is stored as a separate one.
     """
     inside = copy.deepcopy(model.language_model()).float().cpu()
     if inside.head.weight is inside.embed_tokens.weight:
@@ -74,18 +74,18 @@ def to_checkpoint(
 def from_llama(
     llama: LlamaForCausalLM | str | os.PathLike, nsa: Sizes | None = None, **options: Any
 ) -> tuple[NSAForCausalLM, list[str]]:
-    """(a model with NSA that begins with a Llama's weights, the names of its other parameters).
+    """(model with NSA initialized with a Llama's weights, names of its other parameters).
 
     Each branch gets a copy of the keys' and values' projections, the rest has one counterpart. New
     are the gates, whose last matrix is zero, so that each is 1/2 ("softmax": 1/3), and a learned
-    phi. So the model is not the Llama: a query reads n blocks and w tokens, and o is half the sum
-    of three branches. `options` are those of ModelConfig that are NSA's own, as phi="mlp".
+    phi. So the model is not equivalent to the Llama: a query reads n blocks and w tokens, and o is
+    half the sum of three branches. `options` are NSA's fields of ModelConfig, such as phi="mlp".
 
-    Raises ValueError for another option, and for a Llama that has what the model has not: biases,
+    Raises ValueError for another option, and for a Llama with unsupported features: biases,
     dropout, another activation, rotary that is neither plain nor linearly scaled.
     """
     if not isinstance(llama, nn.Module):
-        _config(AutoConfig.from_pretrained(llama), Sizes())  # says what is amiss before it loads
+        _config(AutoConfig.from_pretrained(llama), Sizes())  # raises before it loads
         llama = LlamaForCausalLM.from_pretrained(llama)
     unknown = [name for name in options if name not in OWN]
     if unknown:
@@ -111,7 +111,7 @@ def from_llama(
 
 
 def _config(theirs: Any, nsa: Sizes) -> ModelConfig:
-    """The same sizes. ValueError for what the model does not have."""
+    """Config with the same sizes. ValueError for unsupported features."""
     if theirs.model_type != "llama":
         raise ValueError(
             f"a model of type {theirs.model_type!r} is no Llama; model_type 'llama' can be taken"
@@ -148,7 +148,7 @@ def _config(theirs: Any, nsa: Sizes) -> ModelConfig:
 
 
 def _targets(name: str, config: ModelConfig) -> list[str]:
-    """What a Llama's parameter of that name is here."""
+    """Names of the parameters here that correspond to a Llama's parameter."""
     module, _, leaf = name.rpartition(".")
     if not module.startswith("model.layers."):
         return [name]

@@ -1,7 +1,7 @@
-"""Models of flash-linear-attention's NSA layout (`fla.models.nsa`), brought here and taken back.
+"""Conversion from and to flash-linear-attention's NSA layout (`fla.models.nsa`).
 
 Their layer is ours with one K/V projection, phi="mean" over blocks that do not overlap, gates of
-one matrix, and l = d = l'. fla itself is not needed for either direction.
+one matrix, and l = d = l'. fla itself is not required for either direction.
 """
 
 import json
@@ -20,7 +20,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
 from nsa.reference.nsa import BRANCHES
 
-# What their model and a LanguageModel call the same matrix; layers are numbered under LAYERS.
+# Names of the same matrix in fla's model and a LanguageModel; layers are numbered under LAYERS.
 LAYERS = "model.layers", "blocks"
 LAYER = {
     "attn_norm": "norm1",
@@ -36,7 +36,7 @@ LAYER = {
 }
 ENDS = {"model.embeddings": "embed_tokens", "model.norm": "norm", "lm_head": "head"}
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Fields of ModelConfig that a model in their layout leaves open.
+# Fields of ModelConfig that are not determined by their layout.
 OPEN = ("name", "nsa", "shared_kv", "backend", "strict", "checkpoint", "max_tokens")
 # Fields of ModelConfig that are fixed there.
 FIXED = {"attention": "nsa", "gate": "linear", "phi": "mean", "compress_rope": "before"}
@@ -44,16 +44,16 @@ FORCED = {"select_initial": 1, "select_local": 2}  # by their code since August 
 
 
 def from_fla(source: nn.Module | str | os.PathLike, **options: Any) -> NSAForCausalLM:
-    """The model that computes what a model of flash-linear-attention's NSA does.
+    """Convert a model of flash-linear-attention's NSA to an equivalent one.
 
-    `source` is such a model, or a folder with its config.json and safetensors. Widths are read off
-    the weights. `options` are those of OPEN: shared_kv=False gives each branch a copy of the K/V
-    projections, to be trained apart; nsa={"select_initial": 0, "select_local": 1} is for weights
-    from before August 2025, when a query's own block alone was forced.
+    `source` is such a model, or a folder with its config.json and safetensors. Widths are inferred
+    from the weights. `options` are those in OPEN: shared_kv=False gives each branch a copy of the
+    K/V projections, to be trained separately; nsa={"select_initial": 0, "select_local": 1} is for
+    weights from before August 2025, when only a query's own block was forced.
 
-    `block_counts` is rounded up to a power of two, as fla's kernels do.
+    `block_counts` is rounded up to a power of two, as in fla's kernels.
 
-    Raises ValueError for another option, a folder without such files, and what the model has not:
+    Raises ValueError for another option, a folder without such files, and unsupported features:
     biases, another activation, attention residuals, no window.
     """
     if unknown := [name for name in options if name not in OPEN]:
@@ -82,10 +82,10 @@ def from_fla(source: nn.Module | str | os.PathLike, **options: Any) -> NSAForCau
 
 
 def to_fla(model: NSAForCausalLM, folder: str | os.PathLike) -> Path:
-    """Writes config.json and model.safetensors that fla's `NSAForCausalLM.from_pretrained` reads.
+    """Write config.json and model.safetensors for fla's `NSAForCausalLM.from_pretrained`.
 
-    Returns the folder. fla's kernels take groups G of 16 or more heads, a power of two, and blocks
-    of at least 2 select_count tokens; a model of other sizes is written all the same.
+    Returns the folder. fla's kernels need groups G of 16 or more heads, a power of two, and blocks
+    of at least 2 select_count tokens; a model of other sizes is written nevertheless.
 
     Raises ValueError for a model that is not of that layout.
     """
@@ -132,7 +132,7 @@ def to_fla(model: NSAForCausalLM, folder: str | os.PathLike) -> Path:
 
 
 def _read(source: nn.Module | str | os.PathLike) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """(their config, their weights)."""
+    """Read (fla's config, fla's weights)."""
     if isinstance(source, nn.Module):
         return source.config.to_dict(), source.state_dict()
     folder = Path(source)
@@ -147,7 +147,7 @@ def _read(source: nn.Module | str | os.PathLike) -> tuple[dict[str, Any], Mappin
 
 
 def _config(theirs: Mapping[str, Any], weights: Mapping[str, Tensor]) -> ModelConfig:
-    """The same sizes. ValueError for what the model does not have."""
+    """Config with the same sizes. ValueError for unsupported features."""
     if "block_counts" not in theirs or "model.layers.0.attn.g_proj.weight" not in weights:
         raise ValueError(
             f"a model of type {theirs.get('model_type')!r} without block_counts in its config or "
@@ -188,7 +188,7 @@ def _config(theirs: Mapping[str, Any], weights: Mapping[str, Tensor]) -> ModelCo
 
 
 def _names(config: ModelConfig, sources: Sequence[str]) -> list[tuple[str, str]]:
-    """(a parameter of theirs, one of a LanguageModel that has its values), all of them."""
+    """All pairs (name of an fla parameter, name of the LanguageModel parameter with its values)."""
     pairs = list(ENDS.items())
     for index in range(config.layers):
         for theirs, ours in LAYER.items():
@@ -199,5 +199,5 @@ def _names(config: ModelConfig, sources: Sequence[str]) -> list[tuple[str, str]]
 
 
 def _power(count: int) -> int:
-    """The least power of two that is not below `count`."""
+    """Smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""NSA models of transformers with a head: next tokens, labels of a sequence, of each token."""
+"""NSA models of transformers with a head: causal LM, sequence and token classification."""
 
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from nsa.model.llama import LanguageModel, draw_head, in_autocast_dtype
 
 
 class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
-    """A small Llama whose attention is NSA: `model` are its hidden states, `lm_head` its scores."""
+    """A small Llama with NSA attention: `model` computes hidden states, `lm_head` logits."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -33,7 +33,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
 
     @classmethod
     def of(cls, model: LanguageModel, **other: Any) -> "NSAForCausalLM":
-        """Takes a model's modules, no copies; `other` is of the config, as eos_token_id."""
+        """Wrap a model's modules without copies; `other` are config fields such as eos_token_id."""
         with torch.device("meta"):
             made = cls(NSAConfig.of(model.config, **other))
         inside = made.model
@@ -46,7 +46,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         return made.train(model.training)
 
     def language_model(self) -> LanguageModel:
-        """A LanguageModel of the same modules, no copies."""
+        """Return a LanguageModel of the same modules, without copies."""
         inside = self.model
         with torch.device("meta"):
             made = LanguageModel(inside.sizes)
@@ -68,12 +68,12 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **options: Any,
     ) -> CausalLMOutputWithPast | tuple:
-        """Logits [B, T, V] of the tokens, or of those that `logits_to_keep` names.
+        """Logits [B, T, V] of the tokens, or of those in `logits_to_keep`.
 
         Arguments are those of `NSAModel.forward`. `labels` are the input_ids themselves, -100 where
         none is scored: the loss is the mean cross entropy of each token given those before it,
-        divided by `num_items_in_batch` in place of their number if that is given. None is computed
-        for padding and for the token just behind it. With labels no cache is made.
+        divided by `num_items_in_batch` instead of their number if that is given. Padding and the
+        token right after it are not scored. With labels no cache is created.
 
         Raises TypeError and ValueError as NSAModel does.
         """
@@ -103,7 +103,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
-        """Puts a GenerationCache of the size that is needed among `generate`'s arguments."""
+        """Add a GenerationCache of the required size to `generate`'s arguments."""
         if self.config.attention != "nsa":  # without a cache the whole sequence is read each time
             generation_config.use_cache = False
         if model_kwargs.get(KEY) is not None or generation_config.use_cache is False:
@@ -123,7 +123,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         model_kwargs[KEY] = GenerationCache(self.config, max_cache_length + 1, **sizes)
 
     def init_continuous_batching(self, *args: Any, **options: Any) -> None:
-        """Raises NotImplementedError: transformers' scheduler keeps keys in pages of its own."""
+        """Raise NotImplementedError: transformers' scheduler keeps keys in its own pages."""
         raise NotImplementedError(
             "continuous batching of transformers has a paged cache of its own, and NSA's branches "
             f"know nothing of it; generate(ids, {KEY}=nsa.hf.GenerationCache(model.config, "
@@ -135,8 +135,8 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
 
 
 class NSAForSequenceClassification(GenericForSequenceClassification, NSAPreTrainedModel):
-    """Scores of `num_labels` classes from each sequence's last token."""
+    """Logits of `num_labels` classes from each sequence's last token."""
 
 
 class NSAForTokenClassification(GenericForTokenClassification, NSAPreTrainedModel):
-    """Scores of `num_labels` classes of each token."""
+    """Logits of `num_labels` classes for each token."""

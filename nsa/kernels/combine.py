@@ -1,4 +1,4 @@
-"""What the backward needs of a branch whose output was kept."""
+"""Softmax delta of a branch whose output was kept, for the backward."""
 
 import torch
 import triton

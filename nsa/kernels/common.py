@@ -1,7 +1,7 @@
-"""What the kernels share: where a tile lies, online softmax, gates, and the sizes of tiles.
+"""Code shared by the kernels: tile locations, online softmax, gates, and tile sizes.
 
-Every kernel works on flat axes: q [tokens, HQ, D], k [keys, HKV, D], v [keys, HKV, DV], with the
-sequences end to end (see `sequences`). The last dimension is contiguous, the others are not
+Every kernel works on flat axes: q [tokens, HQ, D], k [keys, HKV, D], v [keys, HKV, DV], with
+concatenated sequences (see `sequences`). The last dimension is contiguous, the others are not
 assumed to be. Scores are in base 2: `scale2` is scale * log2(e), and lse2 is a log2.
 """
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from nsa.kernels.sequences import Axis
 
 LOG2E = math.log2(math.e)
-# An fp32 number from which on neighbours are 1 apart: what is added to it is rounded, in its bits.
+# fp32 numbers above it are 1 apart: a number added to it is rounded, in its bits.
 WHOLE = tl.constexpr(1.5 * 2**23)
 WHOLE_BITS = tl.constexpr(0x4B400000)
-MOST_BITS = 13  # of a block's index beside its importance in 32: they leave it 10 of mantissa
+MOST_BITS = 13  # of a block's index next to its importance in 32 bits, leaving 10 of mantissa
 
 
 class Sizes(NamedTuple):
-    """Of one call, as a kernel is compiled for them."""
+    """Sizes of one call that are compile-time constants of a kernel."""
 
     HQ: int  # query heads
     G: int  # query heads of a KV head
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 @triton.constexpr_function
 def padded(n):
-    """`power_of_two`, inside a kernel."""
+    """Same as `power_of_two`, inside a kernel."""
     return triton.next_power_of_2(max(n, 16))
 
 
@@ -72,21 +72,21 @@ def extent(sequence, bounds, length, PACKED: tl.constexpr):
 
 @triton.jit
 def partial_sums(x):
-    """Sums of x [M, N] over every eighth column, [M, 8]; a row's own sum is theirs.
+    """Sums of x [M, N] over every eighth column, [M, 8]; they add up to the row's sum.
 
-    In the layout of a product one thread holds all of such a sum, so that nothing is exchanged
-    between threads, or warps, until the last tile is in.
+    In the layout of a product one thread holds all terms of such a sum, so that threads and warps
+    exchange nothing until the last tile.
     """
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
 
 
 @triton.jit
 def add_rows(x, ones, sums, PRECISION: tl.constexpr):
-    """sums and those of the rows of the rounded x, as `partial_sums` or once in every column.
+    """Add the row sums of the rounded x to sums, as `partial_sums` or repeated in every column.
 
-    ones: [N, 16] of them in x's dtype.
+    ones: [N, 16] ones in x's dtype.
     """
-    if sums.shape[1] == 16:  # wgmma does it on the side; to unpack what was rounded is slow
+    if sums.shape[1] == 16:  # wgmma overlaps it; unpacking rounded values is slow
         sums = tl.dot(x, ones, sums, input_precision=PRECISION)
     else:
         sums += partial_sums(x.to(tl.float32))
@@ -97,8 +97,8 @@ def add_rows(x, ones, sums, PRECISION: tl.constexpr):
 def absorb(s, scale2, m, total):
     """Online softmax over one more tile s [M, N] of q k: (p, m, total, rescale).
 
-    m is the running maximum of s scale2, total [M, 8] the running `partial_sums`; what was summed
-    with earlier p takes the factor rescale [M]. scale2 is positive. A row that saw only -inf so far
+    m is the running maximum of s scale2, total [M, 8] the running `partial_sums`; sums over
+    earlier p must be multiplied by rescale [M]. scale2 is positive. A row that saw only -inf so far
     stays at m = -inf and total = 0.
     """
     p, m, rescale = weighed(s, scale2, m)
@@ -115,18 +115,18 @@ def weighed(s, scale2, m):
 
 @triton.jit
 def finish(m, total):
-    """(what to divide by, lse2) of an online softmax; 1 and -inf in rows that saw no key."""
+    """(divisor, lse2) of an online softmax; 1 and -inf in rows that saw no key."""
     total = tl.where(m == float("-inf"), 1.0, tl.sum(total, 1))
     return total, m + tl.log2(total)
 
 
 @triton.jit
 def truncated(p, dtype: tl.constexpr):
-    """p, fp32, cut to the bits that bf16 or fp16 keep, so that rounding it to dtype is exact.
+    """Truncate fp32 p to the bits that bf16 or fp16 keep, so that rounding it to dtype is exact.
 
-    Values are summed with p of 16 bits. Divided by the sum of the same, what all values share comes
-    out exactly, and what p lost weighs only what they differ by. Cut and not rounded, since to
-    convert back to fp32 takes as long as an exponential.
+    Values are summed with 16-bit p. Divided by the sum of the same p, an offset common to all
+    values is exact, and the error of p only affects their differences. Truncated, not rounded,
+    since a conversion back to fp32 takes as long as an exponential.
     """
     KEPT: tl.constexpr = -(1 << 16) if dtype == tl.bfloat16 else -(1 << 13)
     return tl.cast(tl.cast(p, tl.int32, bitcast=True) & KEPT, tl.float32, bitcast=True)
@@ -136,8 +136,8 @@ def truncated(p, dtype: tl.constexpr):
 def fixed_point(x):
     """(fp32 numbers x [M, N] as int16, the fp32 unit of each row [M]).
 
-    A row is off by at most 2^-17 of its largest number, where bf16 is by 2^-9 of each. delta =
-    <do, o> needs that: where all values share an offset it is a small difference of large numbers.
+    The error is at most 2^-17 of a row's largest number, versus 2^-9 of each number in bf16. delta
+    = <do, o> needs that: if all values share an offset, it is a small difference of large numbers.
     A row with a NaN or an infinity becomes NaN.
     """
     unit = tl.max(tl.abs(x), 1) * (1 / 32760) + tl.sum(x * 0.0, 1)
@@ -147,14 +147,14 @@ def fixed_point(x):
 
 @triton.jit
 def in_units(x):
-    """fp32 from the int16 of `fixed_point`, in its units; to convert int16 itself is slow."""
+    """Convert the int16 of `fixed_point` to fp32, in its units; faster than a plain cast."""
     bits = x.to(tl.int32) + WHOLE_BITS
     return tl.cast(bits, tl.float32, bitcast=True) - WHOLE
 
 
 @triton.jit
 def rest_of(x, rounded):
-    """The 8 bits of fp32 numbers x that follow those kept by `rounded`, x in bf16 or fp16; int8."""
+    """The 8 bits of fp32 x that follow the bits kept by `rounded`, x in bf16 or fp16; int8."""
     BITS: tl.constexpr = 8 if rounded.dtype == tl.bfloat16 else 5
     rest = (tl.cast(x, tl.int32, bitcast=True) - _bits(rounded) + (1 << (BITS - 1))) >> BITS
     return tl.minimum(tl.maximum(rest, -128), 127).to(tl.int8)
@@ -162,14 +162,14 @@ def rest_of(x, rounded):
 
 @triton.jit
 def with_rest(rounded, rest):
-    """fp32 numbers from what they were rounded to and `rest_of`."""
+    """Restore fp32 numbers from their rounded values and `rest_of`."""
     BITS: tl.constexpr = 8 if rounded.dtype == tl.bfloat16 else 5
     return tl.cast(_bits(rounded) + (rest.to(tl.int32) << BITS), tl.float32, bitcast=True)
 
 
 @triton.jit
 def _bits(x):
-    """int32: x in bf16 or fp16, as fp32."""
+    """Bits of x, in bf16 or fp16, as fp32, in int32."""
     if x.dtype == tl.bfloat16:
         bits = tl.cast(x, tl.int16, bitcast=True).to(tl.int32) << 16
     else:
@@ -179,32 +179,32 @@ def _bits(x):
 
 @triton.jit
 def sunk(divisor, lse2, sink2):
-    """The divisor of a softmax that has one more logit, sink2, beside keys that lse2 is of.
+    """Divisor of a softmax that has one more logit, sink2, in addition to the keys of lse2.
 
-    Both may be -inf; of no keys it is any number but 0, for the sum that it divides is 0.
+    Both may be -inf; without keys it is an arbitrary nonzero number, since it divides 0.
     """
     return divisor * (1.0 + tl.exp2(sink2 - tl.where(lse2 > float("-inf"), lse2, 0.0)))
 
 
 def contiguous_like(x: Tensor) -> Tensor:
-    """Room for a gradient of x: its shape and dtype, contiguous whatever x is."""
+    """Empty tensor for a gradient of x: its shape and dtype, always contiguous."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def ceil_div(n: int, size: int) -> int:
-    """How many of `size` cover n. Triton's own is made for kernels and takes 10 us on the host."""
+    """Ceiling of n / size. Triton's function is made for kernels and takes 10 us on the host."""
     return -(-n // size)
 
 
 @lru_cache(maxsize=256)
 def next_power_of_two(n: int) -> int:
-    """The least power of two that is at least n, 1 for n = 0."""
+    """Smallest power of two that is at least n, 1 for n = 0."""
     return 1 << max(0, n - 1).bit_length()
 
 
 @lru_cache(maxsize=256)
 def power_of_two(n: int) -> int:
-    """The least power of two that is at least n and that tl.dot takes, i.e. at least 16."""
+    """Smallest power of two that is at least n and valid for tl.dot, i.e. at least 16."""
     return max(16, next_power_of_two(n))
 
 
@@ -214,6 +214,6 @@ def precision(x: Tensor) -> str:
 
 
 def axis_arguments(axis: Axis, size: int) -> tuple[tuple, int]:
-    """((table, bounds, length), count): what `locate` takes for tiles of `size`, and how many."""
+    """((table, bounds, length), count): arguments of `locate` for tiles of `size`, their number."""
     table, count = axis.tiles(size)
     return (table, axis.bounds, axis.length), count

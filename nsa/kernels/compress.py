@@ -43,7 +43,7 @@ def _rows(x, strides, row, head, valid, D: tl.constexpr):
 
 @triton.jit
 def _store(x, row, rows, head, values, HKV: tl.constexpr, D: tl.constexpr):
-    """Writes values [ROWS, padded D] to the contiguous x [rows, HKV, D]."""
+    """Write values [ROWS, padded D] to the contiguous x [rows, HKV, D]."""
     d = tl.arange(0, padded(D))[None, :]
     at = x + (row.to(tl.int64)[:, None] * HKV + head) * D + d
     tl.store(at, values.to(x.dtype.element_ty), mask=(row < rows)[:, None] & (d < D))
@@ -54,7 +54,7 @@ def _mean(
     x, x_cmp, strides, row, rows, head, token, valid,
     HKV: tl.constexpr, LENGTH: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Writes the means of LENGTH tokens from each of `token` on to `row`; 0 where not valid."""
+    """Write the means of LENGTH tokens starting at each of `token` to `row`; 0 where not valid."""
     total = tl.zeros([row.shape[0], padded(D)], tl.float32)
     for i in tl.range(0, LENGTH, loop_unroll_factor=min(LENGTH, 8)):
         total += _rows(x, strides, token + i, head, valid, D)
@@ -88,7 +88,7 @@ def _spread(
     dx_cmp, dx, strides, at,
     HKV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Writes each token's share of the compressed blocks that cover it.
+    """Write each token's gradient from the compressed blocks that cover it.
 
     at: (row, rows, head, the newest such block, the sequence's first block, its blocks).
     """
@@ -139,12 +139,12 @@ def compress_forward(
 def compress_backward(
     dk_cmp: Tensor, dv_cmp: Tensor | None, sequences: Sequences
 ) -> tuple[Tensor, Tensor | None]:
-    """(dk [tokens, HKV, D], dv); each token gathers from the blocks over it."""
+    """(dk [tokens, HKV, D], dv); each token gathers from the blocks that cover it."""
     return _launch(_compress_backward, dk_cmp, dv_cmp, sequences, sequences.tokens)
 
 
 def _launch(kernel, k: Tensor, v: Tensor | None, sequences: Sequences, axis: Axis):
-    """Runs one of the two kernels from k, v to new tensors of the same dtype along `axis`."""
+    """Run one of the two kernels from k, v to new tensors of the same dtype along `axis`."""
     config, tokens, compressed = sequences.config, sequences.tokens, sequences.compressed
     rows, (_, kv_heads, dim) = axis.rows, k.shape
     value_dim = dim if v is None else v.shape[2]
@@ -197,7 +197,7 @@ def compress_mean_backward(
     batch: int,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v of `compress_mean`."""
+    """Gradients of k and v of `compress_mean`."""
     sequences = sequences_of(tokens, cu_seqlens, batch, sizes)
     dk, dv = compress_backward(dk_cmp, dv_cmp, sequences)
     return dk, dk.new_empty(0) if dv is None else dv

@@ -1,8 +1,8 @@
-"""One decode step against a cache: appends the new tokens and attends, in at most four launches.
+"""One decode step with a cache: append the new tokens and attend, in at most four launches.
 
 append (and phi), score (compressed attention and importance), choose (top n), attend (selected,
-window, gated sum). Grids depend on the cache's capacity and the batch alone: nothing is read back,
-so that a step can be captured in a CUDA graph while sequences grow.
+window, gated sum). Grids depend on the cache's capacity and the batch only: nothing is read back,
+so a step can be captured in a CUDA graph while sequences grow.
 """
 
 from collections.abc import Mapping
@@ -32,12 +32,12 @@ from nsa.kernels.registration import contiguous, on_its_device
 from nsa.kernels.tiles import architecture, processors
 
 NEW_TOKENS = 16  # of a sequence, at most, in one call
-SHARED_KIB = 128  # what a tile's keys and values may take of an SM's memory
+SHARED_KIB = 128  # maximum shared memory of a tile's keys and values
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Call(NamedTuple):
-    """What the tuning of a step depends on. `capacity` is in tokens; 16-bit if not wide."""
+    """Inputs of the tuning of a step. `capacity` is in tokens; 16-bit if not wide."""
 
     batch: int
     kv_heads: int
@@ -50,13 +50,13 @@ class Call(NamedTuple):
     wide: bool  # fp32
     chip: int  # 90, 80, ...
     processors: int
-    paged: bool = False  # more than one page a sequence
+    paged: bool = False  # more than one page per sequence
 
 
 def declined(
     config: NSAConfig, dim: int, value_dim: int, dtype: torch.dtype, new: int = 1
 ) -> list[str]:
-    """Why `decode` does not take such sizes; empty if it does."""
+    """Reasons why `decode` does not support such sizes; empty if it does."""
     reasons = []
     if new > NEW_TOKENS:
         reasons.append(f"{new} new tokens in one call: at most {NEW_TOKENS}")
@@ -75,7 +75,7 @@ def declined(
 
 
 def _splits(units: int, most: int, slots: int) -> int:
-    """Into how many splits `units` programs fill the GPU, whose SMs run `slots` at once, evenly."""
+    """Number of splits of `units` programs that evenly fill a GPU running `slots` at once."""
     best, filled = 1, 0.0
     for splits in range(1, max(1, min(most, 2 * slots)) + 1):
         programs = units * splits
@@ -89,7 +89,7 @@ def _splits(units: int, most: int, slots: int) -> int:
 
 @lru_cache(maxsize=256)
 def tuning(call: Call) -> Tuning:
-    """The tiles and splits of a step.
+    """Tiles and splits of a step.
 
     Measured on an H200 with Triton 3.6 at the paper's sizes, bf16, 4 KV heads of 16 query heads;
     docs/log.md has the numbers.
@@ -123,7 +123,7 @@ def tuning(call: Call) -> Tuning:
             attend_warps = 8
         elif crowd or slc > 2:
             keys, attend_warps, stages = 32, 2, 3
-    idle = 2 * units * call.new <= call.processors  # what ranks has a processor, and more, alone
+    idle = 2 * units * call.new <= call.processors  # two SMs or more per ranking program
     return Tuning(
         score_rows=rows,
         score_keys=score_keys,
@@ -175,7 +175,7 @@ def decode(
     out: Tensor | None = None,
     tuned: Tuning | None = None,
 ) -> Tensor:
-    """Appends new tokens to a cache and attends from them (Eq. 3-12): o [B, N, HQ, DV].
+    """Append new tokens to a cache and attend from them (Eq. 3-12): o [B, N, HQ, DV].
 
     Args:
         q: [B, N, HQ, D], N at most 16: the tokens at positions lengths[b] .. lengths[b] + N - 1.
@@ -184,17 +184,17 @@ def decode(
         k_slc, v_slc: [P, page, HKV, *]; position t of sequence b is on page table[b, t // page].
         k_cmp, v_cmp: [P, page / d, HKV, *]: compressed block i is on the page of its first token.
         k_win, v_win: [B, R, HKV, *], position t at t % R; None: the window reads k_slc, v_slc.
-        k_raw, v_raw: [B, S, HKV, *]: what phi reads, position t at t % S.
-        table: [B, pages] int32; a number that is no page is neither read nor written.
+        k_raw, v_raw: [B, S, HKV, *]: inputs of phi, position t at t % S.
+        table: [B, pages] int32; an invalid page is neither read nor written.
         lengths: [B] int32: tokens held before. Not advanced here.
-        counts: [B] int32: how many of the N rows are a sequence's; others are not kept, and o is 0.
+        counts: [B] int32: how many of the N rows are real; others are not stored, and their o is 0.
         phi, phi_key, phi_value: "mean", "linear" or "mlp", with the weights' tensors as attributes
             (`nsa.reference.compress.PhiWeights`). rotary: (cos, sin) tables [positions, D / 2].
-        branches: those that are computed; a cache need not have the tensors of others.
-        sinks: [HQ, 3] fp32, a logit without a value of each softmax.
+        branches: branches to compute; a cache need not have the tensors of others.
+        sinks: [HQ, 3] fp32, a logit without a value for each softmax.
         out: receives o; contiguous. tuned: `tuning` of the call by default.
 
-    Nothing is checked that is on the GPU. A key past the capacity is not kept.
+    Values on the GPU are not checked. A key past the capacity is not stored.
     """
     batch, new, heads, dim = q.shape
     scored, chosen, windowed = ("cmp" in branches), ("slc" in branches), ("win" in branches)
@@ -340,7 +340,7 @@ def _append(
     k, v, k_caches, v_caches, compressed, pages, page, per_page, lengths, counts, capacity,
     arrived, config, span, phi, weights, rotary, sizes, options,
 ) -> None:  # fmt: skip
-    """The first launch. A pair of caches is in the order slc, win, raw; None where none is kept."""
+    """Run the first launch. Pairs of caches are in the order slc, win, raw; None for one unused."""
     batch, new, kv_heads, dim, value_dim = sizes
     names = "slc", "win", "cmp"
 

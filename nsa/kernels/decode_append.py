@@ -20,7 +20,7 @@ from nsa.kernels.span_common import seen_end
 
 
 class Rows(NamedTuple):
-    """Rows of keys, or of values, as a kernel is compiled for them."""
+    """Compile-time sizes of the rows of keys or of values."""
 
     heads: int
     dim: int
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
 @triton.constexpr_function
 def per_page(tokens, stride):
-    """Compressed rows of a page."""
+    """Number of compressed rows per page."""
     return None if tokens is None else tokens // stride
 
 
@@ -46,7 +46,7 @@ def load_new(x, strides, b, i, valid, head, D: tl.constexpr):
 def _keep(
     new, strides, caches, pages, rings, place, held, count, WIDTHS: tl.constexpr, NEW: tl.constexpr
 ):
-    """Writes the new rows of one head to what the branches read: slc pages, win ring, raw ring."""
+    """Write the new rows of one head for the branches: slc pages, win ring, raw ring."""
     HKV: tl.constexpr = WIDTHS.heads
     D: tl.constexpr = WIDTHS.dim
     PER_PAGE: tl.constexpr = WIDTHS.page
@@ -111,7 +111,7 @@ def _halves(
     WIDTHS: tl.constexpr, LENGTH: tl.constexpr, KIND: tl.constexpr, HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS numbers of the first half of a compressed row, and those HALF columns on."""
+    """COLUMNS numbers of the first half of a compressed row, and those HALF columns later."""
     D: tl.constexpr = WIDTHS.dim
     position, weight1, bias1, weight2, bias2 = weights
     c = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -146,7 +146,7 @@ def _mean_halves(
     source, start, WIDTHS: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """As `_halves`, of the mean over a block's tokens."""
+    """Same as `_halves`, for the mean over a block's tokens."""
     HKV: tl.constexpr = WIDTHS.heads
     D: tl.constexpr = WIDTHS.dim
     raw, new, strides, ring, place, held = source
@@ -174,7 +174,7 @@ def _compress(
     WIDTHS: tl.constexpr, CONFIG: tl.constexpr, KIND: tl.constexpr, HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr, LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """Writes one compressed row, or the columns of one part, to the cache."""
+    """Write one compressed row, or the columns of one part, to the cache."""
     HKV: tl.constexpr = WIDTHS.heads
     D: tl.constexpr = WIDTHS.dim
     HALF: tl.constexpr = (D + 1) // 2
@@ -235,9 +235,9 @@ def append(
 ):  # fmt: skip
     """One program: one head's new keys, or values, and one of the blocks that they complete.
 
-    Pairs are (of keys, of values): new, strides and caches in the order slc, win, cmp, each None
-    where nothing is kept. columns, pool: of the table and P. rings: rows of (win, raw).
-    arrived [B, HKV, N] becomes 0.
+    Pairs are (keys, values): new, strides and caches in the order slc, win, cmp, each None where
+    nothing is stored. columns, pool: columns of the table, and P. rings: rows of (win, raw).
+    arrived [B, HKV, N] is set to 0.
     """
     b = tl.program_id(0) // KEYS.heads
     head = tl.program_id(0) % KEYS.heads

@@ -1,6 +1,6 @@
 """The last launch of a decode step: selected blocks and window, then the gated sum (Eq. 5).
 
-Of a token's programs the one that is done last sums what all have found.
+The last program of a token to finish sums the results of all.
 """
 
 import triton
@@ -25,8 +25,8 @@ def _look_up(
     at, blocks, x, stop,
     SELECT: tl.constexpr, PER_PAGE: tl.constexpr, RING: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """(rows, positions) of the KEYS keys from number x on, -1 for a position that has no row; of
-    the first of a block alone, if no tile has keys of two."""
+    """(rows, positions) of KEYS keys, starting at number x, -1 for a position that has no row; only
+    of a block's first key, if no tile has keys of two blocks."""
     b, _, pages, home, size = at
     if blocks is not None and SELECT % KEYS == 0:
         s = tl.load(blocks + x // SELECT, mask=x < stop, other=-1) * SELECT
@@ -49,7 +49,7 @@ def _look_up(
 
 @triton.jit
 def _rows_of(row, s, x, SELECT: tl.constexpr, KEYS: tl.constexpr):
-    """(rows [KEYS], their positions, -1 for none) from what `_look_up` found."""
+    """(rows [KEYS], their positions, -1 for none) from the result of `_look_up`."""
     if len(s.shape) == 0:
         i = x % SELECT + tl.arange(0, KEYS)
         row += i
@@ -65,8 +65,8 @@ def _attend_to(
 ):  # fmt: skip
     """Attention [M, padded DV], not yet divided, with its maximum [M] and partial sums [M, 8].
 
-    Over numbers first .. stop - 1 of keys: of those in `blocks`, SELECT in each, or where that is
-    None of the positions themselves. at: (b, head, pages, home, rows of one page or of the ring).
+    Over keys number first .. stop - 1: of the keys in `blocks`, SELECT in each, or, if that is
+    None, of the positions themselves. at: (b, head, pages, home, rows of one page or of the ring).
     """
     HKV: tl.constexpr = SIZES.HQ // SIZES.G
     head = at[1]
@@ -126,7 +126,7 @@ def _part(
     SIZES: tl.constexpr, CONFIG: tl.constexpr, PER_PAGE: tl.constexpr, RING: tl.constexpr,
     KEYS: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Part number `part` of a token: a split of the selected keys, or after those of the window."""
+    """Part number `part` of a token: splits of the selected keys, then splits of the window."""
     if WINDOW == 0:
         acc, m, total = _selected(
             q_tile, selected, pooled, blocks, t, part, scale2,
@@ -169,7 +169,7 @@ def _with_compressed(o, o_cmp, row, gate, real, DV: tl.constexpr):
 
 @triton.jit
 def _with_sink(total, top, sink2, heads, real, BRANCH: tl.constexpr, HQ: tl.constexpr):
-    """Sums [G] of 2^(score - top), and that of the branch's sink, where sink2 [3, HQ] has one."""
+    """Add the branch's sink in sink2 [3, HQ], if any, to sums [G] of 2^(score - top)."""
     if sink2 is not None:
         sink = tl.load(sink2 + BRANCH * HQ + heads, mask=real, other=float("-inf"))
         total += tl.exp2(sink - tl.where(top > float("-inf"), top, 0.0))
@@ -178,7 +178,7 @@ def _with_sink(total, top, sink2, heads, real, BRANCH: tl.constexpr, HQ: tl.cons
 
 @triton.jit
 def _share(parts, at, real, split, BEGIN: tl.constexpr, END: tl.constexpr, COUNT: tl.constexpr):
-    """(maximum, sum) [G] over a branch's parts BEGIN .. END - 1 of COUNT; 0 and 1 of no key."""
+    """(maximum, sum) [G] over a branch's parts BEGIN .. END - 1 of COUNT; 0 and 1 without keys."""
     mask = real[:, None] & ((split >= BEGIN) & (split < END))[None, :]
     offset = at[:, None] * COUNT + split[None, :]
     m = tl.load(parts[0] + offset, mask=mask, other=float("-inf"), cache_modifier=".cg")
@@ -225,10 +225,10 @@ def attend(
     """One program: a split of the keys of one token of one KV head, or all of them if WHOLE.
 
     selected, window: (k, v) of the branch; SELECTED, WINDOW: its splits, 0 if it is not computed.
-    RING: the window has tensors of its own, of `ring` rows a sequence. parts: (maxima [rows,
+    RING: the window has its own tensors, of `ring` rows per sequence. parts: (maxima [rows,
     splits], sums [rows, splits], o [rows, splits, DV]). arrived [units]: 0. o [B, N, HQ, DV].
-    sink2 [3, HQ]: logits in base 2 beside the keys of each branch, or None; for those of the
-    compressed branch, which has been divided, scored: maxima and sums of its SCORED splits.
+    sink2 [3, HQ]: sink logits of each branch in base 2, or None; for the compressed branch, which
+    is already divided, scored has the maxima and sums of its SCORED splits.
     """
     HKV: tl.constexpr = SIZES.HQ // SIZES.G
     DV: tl.constexpr = SIZES.DV

@@ -14,10 +14,10 @@ def _importance(
     ranking, row, first, tiles, tiles_most,
     G: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Importance of TILES * BLOCKS blocks from tile `first` on, summed over G rows: [1, *].
+    """Importance of TILES * BLOCKS blocks, starting at tile `first`, summed over G rows: [1, *].
 
-    Head by head: a sum over an axis of heads would leave the blocks spread over lanes that are not
-    neighbours, and then Triton 3.6 takes the maximum over some of those lanes only.
+    Head by head: a sum over an axis of heads would spread the blocks over lanes that are not
+    neighbours, and then Triton 3.6 computes the maximum over some of those lanes only.
     """
     tile = first + tl.arange(0, TILES)
     j = tl.arange(0, BLOCKS)[None, :]
@@ -42,7 +42,7 @@ def _rank(
     SIZES: tl.constexpr, CONFIG: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr,
     TILES: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of one token of one KV head (Eq. 10-11), ascending, -1 last."""
+    """Selected blocks of one token of one KV head (Eq. 10-11), ascending, -1 last."""
     COUNT: tl.constexpr = CONFIG.select_count
     LOCAL: tl.constexpr = CONFIG.select_local
     FORCED_KEY: tl.constexpr = ((2**31 - 1) << 32) + 2**31 - 1
@@ -96,7 +96,7 @@ def _sum_splits(
     SIZES: tl.constexpr, CONFIG: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compressed attention of ROWS rows from that of their splits."""
+    """Compressed attention of ROWS rows, merged from their splits."""
     TILE: tl.constexpr = BLOCKS * (CONFIG.select_block // CONFIG.compress_stride)
     row = group.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
@@ -130,9 +130,9 @@ def choose(
 ):  # fmt: skip
     """One program: the selection of one token of one KV head, or the sums of ROWS rows.
 
-    units: how many programs select: B HKV N, or 0. ranking, parts and tiles_most: as `score`
-    writes them, and BLOCKS and SPLITS as there; ranking has one more, [rows] for what rows divide
-    by. TILES * BLOCKS importances are ranked at a time, SLOTS at least.
+    units: number of programs that select: B HKV N, or 0. ranking, parts and tiles_most: as `score`
+    writes them, and BLOCKS and SPLITS as there; ranking has one more, [rows], for the rows'
+    divisors. TILES * BLOCKS importances are ranked at a time, at least SLOTS.
     """
     wait(DEPENDENT)
     release(DEPENDENT)

@@ -1,6 +1,6 @@
-"""What the decode kernels share: the tokens of a step, rows of a cache, the order of launches.
+"""Code shared by the decode kernels: a step's tokens, rows of a cache, dependent launches.
 
-A step gives every sequence b of a batch `new` tokens at the positions held .. held + new - 1. Rows
+A step gives each sequence b of a batch `new` tokens at the positions held .. held + new - 1. Rows
 of scratch are in the order [B, HKV, N, G]. A cache's tensors are contiguous.
 """
 
@@ -14,7 +14,7 @@ from nsa.kernels.common import padded
 
 
 class Tuning(NamedTuple):
-    """How the work of one step is cut. Splits are over keys: a small batch fills the GPU too."""
+    """Tiles and splits of one step. Splits are over keys, so a small batch fills the GPU too."""
 
     score_rows: int  # rows of queries, [N, G] flattened, that one program scores
     score_keys: int  # compressed keys a tile
@@ -37,20 +37,20 @@ PLAIN = ["columns", "pool", "page"]
 
 @triton.constexpr_function
 def rounded_up(n):
-    """The least power of two that is at least n."""
+    """Smallest power of two that is at least n."""
     return triton.next_power_of_2(max(n, 1))
 
 
 @triton.jit
 def wait(DEPENDENT: tl.constexpr):
-    """Waits for the launch before. What no launch of a step writes may be read earlier."""
+    """Wait for the previous launch. Data that no launch of a step writes may be read earlier."""
     if DEPENDENT:
         cuda.gdc_wait()
 
 
 @triton.jit
 def release(DEPENDENT: tl.constexpr):
-    """Lets the next launch start as soon as there is room. Not before `append` has waited."""
+    """Allow the next launch to start once there is room. Not before `append` has waited."""
     if DEPENDENT:
         cuda.gdc_launch_dependents()
 
@@ -67,14 +67,14 @@ def step_of(b, lengths, counts, n, capacity):
 
 @triton.jit
 def home_of(pages, b, PER_PAGE: tl.constexpr):
-    """What `page_of` needs to know of sequence b: its only page, or where its row of pages is."""
+    """Argument `home` of `page_of` for sequence b: its only page, or its row's offset in table."""
     table, columns, _ = pages
     return tl.load(table + b).to(tl.int64) if PER_PAGE is None else b.to(tl.int64) * columns
 
 
 @triton.jit
 def page_of(pages, home, s, valid, PER_PAGE: tl.constexpr):
-    """The page of positions s [N], or of one; -1 where not valid."""
+    """Pages of positions s [N], or the page of one; -1 where not valid."""
     page = home
     if PER_PAGE is not None:
         page = tl.load(pages[0] + home + s // PER_PAGE, mask=valid, other=-1)
@@ -83,11 +83,11 @@ def page_of(pages, home, s, valid, PER_PAGE: tl.constexpr):
 
 @triton.jit
 def rows_on(pages, page, s, valid, size, PER_PAGE: tl.constexpr):
-    """(rows int64, which of them exist) of a paged tensor [P * size, ...] for positions s on their
-    pages, of `page_of`.
+    """(rows int64, mask of valid ones) of a paged tensor [P * size, ...] for positions s on their
+    pages, from `page_of`.
 
-    pages: (table, columns, P). size: rows that a sequence's only page has, if it has one only. A
-    page that is none of the pool's is no row.
+    pages: (table, columns, P). size: rows of a sequence's page, if it has only one. A page
+    outside the pool has no rows.
     """
     if PER_PAGE is None:
         row, there = page * size + s, valid & (page >= 0) & (page < pages[2])
@@ -99,7 +99,7 @@ def rows_on(pages, page, s, valid, size, PER_PAGE: tl.constexpr):
 
 @triton.jit
 def page_rows(pages, home, s, valid, size, PER_PAGE: tl.constexpr):
-    """As `rows_on`, with the pages looked up."""
+    """Same as `rows_on`, with the pages looked up."""
     page = page_of(pages, home, s, valid, PER_PAGE)
     return rows_on(pages, page, s, valid, size, PER_PAGE)
 
@@ -116,7 +116,7 @@ def load_rows(x, row, valid, head, HKV: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def store_rows(x, row, valid, head, values, HKV: tl.constexpr, D: tl.constexpr):
-    """Writes values [N, padded D] to x [rows, HKV, D] at valid rows [N] int64 and one head."""
+    """Write values [N, padded D] to x [rows, HKV, D] at valid rows [N] int64 and one head."""
     d = tl.arange(0, padded(D))[None, :]
     mask = valid[:, None]
     if padded(D) != D:
@@ -136,7 +136,7 @@ def load_queries(q, strides, b, token, head, valid, D: tl.constexpr):
 
 @triton.jit
 def tiles_of(seen, KEYS: tl.constexpr, SPLITS: tl.constexpr):
-    """(tiles, tiles a split, splits that have any) of `seen` keys in tiles of KEYS."""
+    """(tiles, tiles per split, nonempty splits) of `seen` keys in tiles of KEYS."""
     tiles = tl.cdiv(seen, KEYS)
     each = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
     return tiles, each, tl.cdiv(tiles, each)

@@ -1,7 +1,7 @@
 """The second launch of a decode step: compressed attention and importance, one pass over keys.
 
-Keys are cut into tiles, tiles into splits. A tile's probabilities are not yet divided by the sum
-over all keys: with their sums over blocks goes the maximum that they are relative to.
+Keys are divided into tiles, tiles into splits. A tile's probabilities are not yet divided by the
+sum over all keys: their sums over blocks are stored with the maximum that they are relative to.
 """
 
 import triton
@@ -26,7 +26,7 @@ from nsa.kernels.topk import band, pool
 
 @triton.jit
 def pool_tile(p, BLOCKS: tl.constexpr, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexpr):
-    """Eq. 9 within a tile of BLOCKS blocks: (sums [M, >= BLOCKS], what reaches past it [M])."""
+    """Eq. 9 within a tile of BLOCKS blocks: (sums [M, >= BLOCKS], part reaching past it [M])."""
     if p.shape[1] == BLOCKS * PER_SELECTABLE:
         nothing = tl.zeros([p.shape[0]], tl.float32)
         sums, past = pool(p, nothing, PER_COMPRESSED, PER_SELECTABLE)
@@ -49,8 +49,8 @@ def score(
 ):  # fmt: skip
     """One program: M rows, of [N, G], of a KV head of a sequence, over one split of their keys.
 
-    A tile has KEYS keys at most, those of BLOCKS selectable blocks. ranking: None, or what
-    `choose` reads: (sums [rows, tiles_most * BLOCKS], past [rows, tiles_most], maxima [rows,
+    A tile has KEYS keys at most, those of BLOCKS selectable blocks. ranking: None, or inputs of
+    `choose`: (sums [rows, tiles_most * BLOCKS], past [rows, tiles_most], maxima [rows,
     tiles_most]). parts: (maxima [rows, SPLITS], sums [rows, SPLITS], o [rows, SPLITS, DV], used
     if there are splits). o_cmp [rows, DV] fp32, if there are none. v_cmp None: no attention.
     """

@@ -1,4 +1,4 @@
-"""Which tokens selected a block: the selection turned around, cut into tasks of bounded length."""
+"""Inverse of the selection: the tokens that selected each block, in tasks of bounded length."""
 
 from dataclasses import dataclass
 
@@ -15,18 +15,18 @@ CHUNK = 1024  # lists or slots that a program takes at a time
 SCAN = 4096  # slots that a program of the scan takes at a time
 # Tokens of one task; a block chosen by more is summed from parts.
 LEAST_TASK, MOST_TASK, TASKS = 512, 1024, 1024
-SCANNED = 2048  # tasks of the scan, which cannot know how few there are, that memory is spent on
+SCANNED = 2048  # largest number of tasks that the scan, which has no tighter bound, allocates
 
 
 @dataclass(frozen=True)
 class Inverse:
-    """For list number i = h NB + j, of KV head h and block j of all sequences' blocks:
+    """Token lists; list number i = h NB + j is that of KV head h and block j of all sequences:
 
-    tokens[starts[i] : stops[i]] are the rows of the token axis that selected it, ascending, each
-    once. Tasks are numbered list by list, each list having at least one; ends[i] is the first task
-    after those of list i, and task_list[t] the list of task t. The last of a list's tasks are those
-    that have tokens to take. Lists with tokens for more than one task own partial sums;
-    partial_ends[i] is the first one after those of list i.
+    tokens[starts[i] : stops[i]] are the rows of the token axis that selected it, ascending and
+    unique. Tasks are numbered list by list, at least one per list; ends[i] is the first task after
+    those of list i, and task_list[t] the list of task t. The nonempty tasks are the last ones of a
+    list. Lists with tokens for more than one task have partial sums; partial_ends[i] is the first
+    one after those of list i.
     """
 
     tokens: Tensor  # [any] int32
@@ -46,11 +46,11 @@ def inverse(
     *,
     scanned: bool | None = None,
 ) -> Inverse:
-    """The inverse of blocks [tokens, HKV, N] int32 in tasks of up to `task` tokens, None: by size.
+    """Invert blocks [tokens, HKV, N] int32 in tasks of up to `task` tokens, None: by size.
 
-    A slot counts when its block starts at or before its token and is not negative, the first time
-    that the token names it. The same on every call. `scanned` chooses between a scan of all tokens
-    for each list, in one launch, and a sort; None: by size.
+    A slot counts if its block starts at or before its token and is not negative; repeats in a token
+    count once. Deterministic. `scanned` chooses between a scan of all tokens for each list, in one
+    launch, and a sort; None: by size.
     """
     if task is None:  # short ones where there is little to do, so that all processors have a share
         wanted = next_power_of_two(max(1, blocks.numel() // TASKS))
@@ -62,7 +62,7 @@ def inverse(
 
 
 def _by_scans(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
-    """Every list has room for all tokens of a sequence, and tasks for them."""
+    """Inverse by scans: every list has room for all tokens of a sequence, and tasks for them."""
     _, kv_heads, slots = blocks.shape
     room = sequences.tokens.length
     lists, tasks = kv_heads * sequences.selectable.rows, max(1, ceil_div(room, task))
@@ -90,7 +90,7 @@ def _scan(
     blocks, out, axis, tokens, strides, sizes, task, tasks,
     TOKENS: tl.constexpr, SLOTS: tl.constexpr, TASKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one list, from TOKENS tokens at a time, and its tasks."""
+    """One program: one list, scanned TOKENS tokens at a time, and its tasks."""
     number = tl.program_id(0)
     sequence, _, known, block = locate(number % sizes[0], axis[0], axis[1], axis[2], 1, PACKED)
     start, rows = extent(sequence, tokens[0], tokens[1], PACKED)
@@ -117,7 +117,7 @@ def _scan(
 
 
 def _by_sorting(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
-    """Lists end to end, by a sort of all slots."""
+    """Inverse by a sort of all slots: concatenated lists."""
     _, kv_heads, slots = blocks.shape
     lists = kv_heads * sequences.selectable.rows
     keys = _keys(blocks, sequences, lists)
@@ -171,7 +171,7 @@ def _tasks(
 
 
 def _keys(blocks: Tensor, sequences: Sequences, lists: int) -> Tensor:
-    """Each slot's list [tokens, HKV, N], `lists` where it does not count."""
+    """List number of each slot [tokens, HKV, N], `lists` where the slot does not count."""
     # The narrower the integers, the fewer passes a radix sort makes.
     dtype = torch.int16 if lists < torch.iinfo(torch.int16).max else torch.int32
     keys = torch.full(blocks.shape, lists, dtype=dtype, device=blocks.device)

@@ -1,9 +1,9 @@
-"""Launches of a call like one before, without Triton's look at every argument.
+"""Cache of compiled kernels per kind of call, to avoid Triton's inspection of every argument.
 
-Before each launch Triton works out from all arguments which compiled kernel they need: 25 to 60 us
-of the host, as much as the kernel takes where T is 2048. What the launches of an operator need
-follows from the shapes, strides, dtypes and alignments of its tensors and from its numbers. So a
-call that is like an earlier one launches the same compiled kernels in the same order.
+Before each launch Triton derives from all arguments which compiled kernel they need: 25 to 60 us on
+the host, as much as the kernel takes at T = 2048. The kernels that an operator needs are determined
+by the shapes, strides, dtypes and alignments of its tensors and by its numbers. So a call of the
+same kind as an earlier one launches the same compiled kernels in the same order.
 """
 
 import threading
@@ -17,22 +17,22 @@ from triton import knobs
 
 from nsa.config import NSAConfig
 
-MOST = 512  # kinds of calls that are known; then all are forgotten
-INTERPRETED = knobs.runtime.interpret  # as triton.jit asked when the kernels were made
+MOST = 512  # cached kinds of calls; then the cache is cleared
+INTERPRETED = knobs.runtime.interpret  # as triton.jit read it when the kernels were defined
 GRAIN = 16  # bytes; Triton compiles for pointers that are multiples of it, or are not
 
 
 class Known(NamedTuple):
-    """A launch of an earlier call."""
+    """Cached launch of an earlier call."""
 
-    kernel: Any  # what triton.jit made
+    kernel: Any  # result of triton.jit
     meta: dict[str, Any]  # constants and options that it was called with by name
     constants: tuple  # those of them that are arguments, in their order
     compiled: Any
 
 
 class Call:
-    """The launches of one call: those `known` of an earlier one like it, or its own."""
+    """Launches of one call: those `known` from an earlier call of its kind, or new ones."""
 
     def __init__(self, known: Sequence[Known]) -> None:
         self.known, self.made, self.new = known, [], False
@@ -54,7 +54,7 @@ _of_thread = threading.local()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-    """kernel[grid](*args, **meta); all constants after the first by name, and none by default."""
+    """Run kernel[grid](*args, **meta); pass all constants by name after args, none by default."""
     call = getattr(_of_thread, "call", None)
     if call is None:
         kernel[grid](*args, **meta)
@@ -63,9 +63,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 
 def prepared(function: Callable) -> Callable:
-    """`function` of tensors and numbers; which kernels it launches depends on no tensor's values.
+    """Decorator of a function whose kernels do not depend on the values of tensors.
 
-    What it launches by `launch` is kept by all that the launches depend on, and after an error not.
+    Its launches by `launch` are cached by the kind of the arguments, but not after an error.
     """
 
     @wraps(function)
@@ -89,12 +89,12 @@ def prepared(function: Callable) -> Callable:
 
 
 def compiles_for(x: Tensor) -> bool:
-    """Whether Triton compiles for x: a plain tensor on a GPU, and nothing is interpreted."""
+    """True if Triton compiles for x: a plain tensor on a GPU, without the interpreter."""
     return x.is_cuda and type(x) in (Tensor, nn.Parameter) and not INTERPRETED
 
 
 def _kind(x: Any) -> Any:
-    """All of an argument that a launch depends on, without the tensors themselves."""
+    """Cache key of an argument: all that a launch depends on, without the tensors themselves."""
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % GRAIN
     if isinstance(x, list | tuple):

@@ -1,12 +1,12 @@
-"""Selection and attention as torch operators: what autograd, torch.compile and export see.
+"""Selection and attention as torch operators for autograd, torch.compile and export.
 
-Launchers run inside; here is only what to save, what to launch and in which order. A forward keeps
-the gated sum, o of the compressed branch, a log-sum-exp for each branch, the selection and the
-tiles planned for it. <do, o> of the window follows from the probabilities that its backward
-computes anyway, and that of the selected branch is what the sum's leaves: their outputs exist only
-inside the sum. Where values share an offset, these are small differences of large numbers: of
-16-bit inputs the sum keeps 8 bits more, and what is summed on the way is in fixed point. All sums
-are in a fixed order: the same inputs give the same bits.
+This module decides what to save and what to launch, in which order. A forward keeps the gated sum,
+o of the compressed branch, a log-sum-exp for each branch, the selection and the tiles planned for
+it. <do, o> of the window follows from the probabilities that its backward computes anyway, and that
+of the selected branch is the remainder of the sum's: their outputs exist only inside the sum. If
+values share an offset, these are small differences of large numbers: for 16-bit inputs the sum
+keeps 8 more bits, and intermediate sums are in fixed point. All sums are in a fixed order: the same
+inputs give the same bits.
 """
 
 from collections.abc import Sequence
@@ -34,26 +34,26 @@ from nsa.kernels.registration import contiguous, operator, sequences_of
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.sinks import sink_gradients, sunk_rows
 
-CMP, SLC, WIN = range(3)  # where a branch's gate stands
-# Rows of queries, tokens times heads, from which on the GPU and not the host is what takes time.
+CMP, SLC, WIN = range(3)  # index of a branch's gate
+# Least rows of queries, tokens times heads, at which the GPU and not the host limits speed.
 ENOUGH = 2**19
 
 
 class SideStream:
-    """A stream beside the current one; it is the current one itself where a second does not pay.
+    """A second stream, or the current one itself if a second is not worthwhile.
 
-    Work enqueued inside `with side:` begins after all that the current stream had been given by
-    then; after `join` the current stream waits for all of it. A second stream fills the processors
-    that one kernel's last programs leave idle. It costs the host up to 0.17 ms for each `with`, so
-    without a CUDA graph it is taken from ENOUGH rows on.
+    Work enqueued inside `with side:` starts after all previous work of the current stream; after
+    `join` the current stream waits for all of it. A second stream fills the SMs that one kernel's
+    last programs leave idle. It costs the host up to 0.17 ms for each `with`, so without a CUDA
+    graph it is used only for at least ENOUGH rows.
 
-    The caching allocator knows the use of memory on the stream that it was allocated on and on no
-    other. So what is allocated on the side stream is for that stream alone, results are allocated
-    before, and nothing that it reads or writes may be freed before `join`.
+    The caching allocator tracks memory only on the stream that allocated it. So memory allocated on
+    the side stream is for that stream only, results are allocated before, and nothing that it reads
+    or writes may be freed before `join`.
     """
 
     def __init__(self, q: Tensor) -> None:
-        """For queries q [tokens, HQ, D]."""
+        """Create the stream for queries q [tokens, HQ, D]."""
         self._stream: torch.cuda.Stream | None = None
         self._used = False  # since the last join
         many = q.shape[0] * q.shape[1] >= ENOUGH
@@ -73,7 +73,7 @@ class SideStream:
             self._inside.__exit__(*raised)
 
     def join(self) -> None:
-        """Makes the current stream wait for the side stream."""
+        """Make the current stream wait for the side stream."""
         if self._stream is not None and self._used:
             self._used = False
             self._current.wait_stream(self._stream)
@@ -81,8 +81,8 @@ class SideStream:
 
 @cache
 def _beside(device: int, stream: int) -> torch.cuda.Stream:
-    """A stream of its own for each, so that what one thread captures holds nothing of another."""
-    # Of high priority: what follows on the first stream waits for it more often than it does.
+    """Side stream of one stream, so that one thread's capture holds no work of another."""
+    # High priority: later work on the first stream waits for it more often than the reverse.
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -107,10 +107,10 @@ def _(q, k_cmp, cu_seqlens, batch, sizes, scale):
 
 
 def _intermediate(q: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
-    """Room for an output [tokens, HQ, width] that is summed further, and for its unit [HQ, tokens].
+    """Empty tensors for an intermediate sum [tokens, HQ, width] and its unit [HQ, tokens].
 
-    Of bf16 it is in fixed point, see `common.fixed_point`. Of fp16 and fp32 it is fp32 and has no
-    unit: 15 bits would be only 4 more than those of fp16.
+    For bf16 it is in fixed point, see `common.fixed_point`. For fp16 and fp32 it is fp32 without
+    a unit: 15 bits would be only 4 more than those of fp16.
     """
     tokens, heads = q.shape[:2]
     if q.dtype != torch.bfloat16:
@@ -120,7 +120,7 @@ def _intermediate(q: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _lse(q: Tensor, k_cmp: Tensor, sequences: Sequences, scale: float) -> Tensor:
-    """lse2 of the compressed branch where nobody asked for its output."""
+    """lse2 of the compressed branch without its output."""
     span = compressed_span(sequences.config)
     axes = sequences.tokens, sequences.compressed
     return span_fwd.span_forward(q, k_cmp, None, span, *axes, scale)[1]
@@ -144,7 +144,7 @@ def attend(
     scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gated sum (Eq. 5) of the branches whose values are given, and what its backward needs.
+    """Gated sum (Eq. 5) of the branches whose values are given, and tensors for its backward.
 
     Args:
         q: [tokens, HQ, D].
@@ -153,13 +153,13 @@ def attend(
         sinks: [HQ, 3] fp32, the logit of each softmax that has no value; None for none.
         blocks: [tokens, HKV, N], a selection made by the caller; else scored against k_cmp.
         cu_seqlens: [N + 1] for packed sequences; else `batch` sequences of one length.
-        sizes: of the config, see `registration.sizes_of`.
-        keep: whether a backward may follow, or somebody wants a log-sum-exp.
+        sizes: sizes of the config, see `registration.sizes_of`.
+        keep: True if a backward may follow, or a log-sum-exp is requested.
 
     Returns (o [tokens, HQ, DV], o of the compressed branch and its unit, see `_intermediate`, the
     `common.rest_of` the sum, lse2 [HQ, tokens] of the compressed and of the window branch, lse2
     [tokens, HQ] of the selected one, all of keys alone, its plan, see `selected_plan.Plan`, int32,
-    blocks); what is not kept is empty. A backward reads o: it must not change in place.
+    blocks); tensors not kept are empty. A backward reads o: it must not be changed in place.
     """
     sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
     config, tokens = sequences.config, sequences.tokens
@@ -175,7 +175,7 @@ def attend(
         if keep:
             kept |= {"o_cmp": o_cmp, "lse_cmp": lse_cmp} | ({} if unit is None else {"unit": unit})
         elif unit is not None or q.dtype == torch.float32:
-            o = o_cmp.view(q.dtype)  # the sums have its place
+            o = o_cmp.view(q.dtype)  # its memory is reused for the sums
         mix = {"base": o_cmp, "base_unit": unit, "base_branch": CMP}
     if o is None and not (v_win is None and v_slc is None):
         o = q.new_empty(*q.shape[:2], (v_slc if v_win is None else v_win).shape[2])
@@ -220,7 +220,7 @@ def attend(
 
 
 def _kept(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Names and dtypes of the results of `attend` beside o, in order, for q of this dtype."""
+    """Names and dtypes of the results of `attend` except o, in order, for q of this dtype."""
     o_cmp = torch.int16 if dtype == torch.bfloat16 else torch.float32
     kept = {"o_cmp": o_cmp, "unit": torch.float32, "rest": torch.int8}
     kept |= dict.fromkeys(("lse_cmp", "lse_win", "lse_slc"), torch.float32)
@@ -259,7 +259,7 @@ def _(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, sinks, blocks, cu_seql
 def _empty_gradients(
     q: Tensor, branches: Sequence[tuple[Tensor | None, Tensor | None]], keys: bool
 ) -> list[Tensor]:
-    """For each branch's k and v; of no elements where it has no values, and unless `keys`."""
+    """Empty gradients of each branch's k and v; without elements if absent or not `keys`."""
     return [
         contiguous_like(x) if keys and v is not None else q.new_empty(0)
         for k, v in branches
@@ -296,7 +296,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates, dsinks) of `attend`.
 
-    What was not given has an empty gradient, and so have keys and values unless `keys`.
+    Gradients of arguments that were not given are empty, and of keys and values unless `keys`.
     """
     sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
     config, tokens = sequences.config, sequences.tokens
@@ -305,12 +305,12 @@ def attend_backward(
         whole = None not in (v_cmp, v_slc, v_win)
         make = torch.empty if whole else torch.zeros
         dgates = make(gates.shape, dtype=gates.dtype, device=gates.device)
-        # One copy, fp32 and side by side by token, for every kernel that walks over tokens.
+        # One copy, fp32 and contiguous by token, for every kernel that walks over tokens.
         by_branch = gates.permute(2, 1, 0)
         by_branch = by_branch.to(torch.float32, memory_format=torch.contiguous_format)
         gates = by_branch.contiguous().permute(2, 1, 0)
     # Queries' gradients follow each other here, keys' and values' on a stream beside them. Each
-    # delta has a name of its own, for that stream may read it until both have met.
+    # delta has its own name, since that stream may read it until both are joined.
     side, dq, deltas = SideStream(q), None, []
     rows = sunk_rows(sinks, lse_cmp, lse_slc, lse_win)
     grads = _empty_gradients(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)

@@ -1,7 +1,7 @@
 """Candidates of a top n: importance and index in one integer, ranked in registers.
 
-A lower index wins a tie, and one word moves. Kernels of scores, of decoding and of specialized
-warps rank by these.
+A lower index wins a tie, and one word moves. The kernels for scores and decoding and the
+warp-specialized ones use these.
 """
 
 import triton
@@ -16,7 +16,7 @@ NONE = tl.constexpr(2**31 - 1)  # sorts behind every index
 def candidates(importance, j, own, index_mask, WIDE: tl.constexpr, CONFIG: tl.constexpr):
     """(importance, index) of the blocks j [1, BLOCKS], as one integer each [M, BLOCKS].
 
-    From the top: forced, by importance, NaN, illegal; a lower index first.
+    In descending order: forced, by importance, NaN, illegal; a lower index first.
     """
     own = own[:, None]
     forced = (j < CONFIG.select_initial) | (j > own - CONFIG.select_local)
@@ -29,9 +29,9 @@ def candidates(importance, j, own, index_mask, WIDE: tl.constexpr, CONFIG: tl.co
 
 @triton.jit
 def merge(best, found, SLOTS: tl.constexpr):
-    """The largest SLOTS, ascending, of best [M, SLOTS], ascending, and found [M, BLOCKS].
+    """Largest SLOTS, ascending, of best [M, SLOTS], ascending, and found [M, BLOCKS].
 
-    Later tiles beat few of the best: taking those out one by one costs less than sorting all.
+    Later tiles beat few of the best: inserting those one by one costs less than sorting all.
     """
     beats = found > tl.min(best, 1)[:, None]
     rounds = tl.minimum(tl.max(tl.sum(beats.to(tl.int32), 1), 0), SLOTS)
@@ -47,6 +47,6 @@ def merge(best, found, SLOTS: tl.constexpr):
 
 @triton.jit
 def indices(keys, index_mask):
-    """The blocks' indices in keys; NONE for what is not legal."""
+    """Block indices of keys; NONE for illegal ones."""
     index = tl.where(keys < 0, ~keys, index_mask - (keys & index_mask)).to(tl.int32)
     return tl.where(keys == ILLEGAL, NONE, index)

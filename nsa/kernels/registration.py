@@ -1,4 +1,4 @@
-"""What all operators need: a registration, a config as plain numbers, sequences, their GPU."""
+"""Code shared by all operators: registration, config as plain numbers, sequences, GPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -16,7 +16,7 @@ SIZES = tuple(field.name for field in fields(NSAConfig))
 
 
 def on_its_device(function: Callable) -> Callable:
-    """`function` with its first tensor's GPU as the current one: that is where Triton launches."""
+    """Run `function` with its first tensor's GPU as the current one, on which Triton launches."""
 
     @wraps(function)
     def guarded(x, *args, **kwargs):
@@ -29,12 +29,12 @@ def on_its_device(function: Callable) -> Callable:
 
 
 class Operator:
-    """nsa::name as a torch operator, and past torch's dispatcher where nobody looks on.
+    """nsa::name as a torch operator that bypasses torch's dispatcher where possible.
 
-    The dispatcher and its autograd cost the host 30 to 150 us a call, as much as the launches of a
-    short one. So a call of plain tensors goes to the function itself, or to an autograd.Function of
-    the same parts, unless something would see the operator: a compiler, a mode, a profiler. A last
-    argument may be a list of tensors; the result is then one, too. `op` is what torch registered.
+    The dispatcher and its autograd cost the host 30 to 150 us per call, as much as the launches of
+    a short one. So a call with plain tensors runs the function itself, or an autograd.Function of
+    the same parts, unless something has to see the operator: a compiler, a mode, a profiler. The
+    last argument may be a list of tensors; then the result is one, too. `op` is torch's operator.
     """
 
     def __init__(self, name: str, function: Callable) -> None:
@@ -42,10 +42,10 @@ class Operator:
         self.op = torch.library.custom_op(f"nsa::{name}", self.function, mutates_args=())
         self.overload = getattr(torch.ops.nsa, name).default
         self.register_fake = self.op.register_fake
-        self._direct: Callable | None = None  # without a formula autograd refuses, by the operator
+        self._direct: Callable | None = None  # None: autograd raises, by the operator
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
-        """The formula, as torch.library takes it."""
+        """Register the backward, with the arguments of torch.library."""
         self.op.register_autograd(backward, setup_context=setup_context)
         self._direct = _function(self.name, self.function, backward, setup_context).apply
 
@@ -67,10 +67,10 @@ class Operator:
 def _function(
     name: str, function: Callable, backward: Callable, setup_context: Callable
 ) -> type[torch.autograd.Function]:
-    """The autograd.Function of an operator: its arguments, and from where on they are a list."""
+    """autograd.Function of an operator; its last argument is the index where the list starts."""
 
     def forward(ctx, *given):
-        *args, several = given  # last, for the formula asks which of its arguments need a gradient
+        *args, several = given  # last, since the backward checks which arguments need a gradient
         ctx.several = several
         if several is not None:
             args = [*args[:several], args[several:]]
@@ -93,12 +93,12 @@ def _learned(x: Any) -> bool:
 
 
 def operator(name: str) -> Callable[[Callable], Operator]:
-    """The decorated function, of tensors and numbers, as nsa::name."""
+    """Decorator: turn a function of tensors and numbers into nsa::name."""
     return lambda function: Operator(name, function)
 
 
 def seen(args: Sequence[Any]) -> bool:
-    """Whether a call of an operator is to be seen as one, or is not of plain tensors."""
+    """True if a call must go through the operator: it is observed, or tensors are not plain."""
     kinds = {type(x) for x in args if isinstance(x, Tensor)}
     return (
         not kinds <= {Tensor, nn.Parameter}
@@ -111,19 +111,19 @@ def seen(args: Sequence[Any]) -> bool:
 
 
 def sizes_of(config: NSAConfig) -> list[int]:
-    """The config as an operator takes it."""
+    """Config as a list of sizes, an operator's argument."""
     return [getattr(config, name) for name in SIZES]
 
 
 def sequences_of(
     tokens: int, cu_seqlens: Tensor | None, batch: int, sizes: Sequence[int]
 ) -> Sequences:
-    """The sequences of a call on a flat axis of `tokens`: packed, or `batch` of one length."""
+    """Sequences of a call on a flat axis of `tokens`: packed, or `batch` of one length."""
     if cu_seqlens is not None:
         return packed(cu_seqlens, tokens, _config(tuple(sizes)))
     if isinstance(tokens, int):
         return _dense(batch, tokens // batch, tuple(sizes))
-    return dense(batch, tokens // batch, NSAConfig(*sizes))  # while torch traces, no number
+    return dense(batch, tokens // batch, NSAConfig(*sizes))  # tokens is symbolic while torch traces
 
 
 @lru_cache(maxsize=256)
@@ -133,10 +133,10 @@ def _config(sizes: tuple[int, ...]) -> NSAConfig:
 
 @lru_cache(maxsize=256)
 def _dense(batch: int, length: int, sizes: tuple[int, ...]) -> Sequences:
-    """Of each shape once: a short call feels the host's work."""
+    """Dense sequences, cached by shape to save host time in short calls."""
     return dense(batch, length, _config(sizes))
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension, which is what kernels take for granted."""
+    """x with a contiguous last dimension, which kernels assume."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys in one launch, as a torch operator with gradient.
 
-In plain torch it is ten passes over each forward and as many backward, most of them in fp32. One
-operator for all: launched one by one, what an operator costs the host is more than what it does.
+In plain torch it is ten passes over each tensor forward and as many backward, most of them in fp32.
+One operator for all tensors: an operator's cost on the host is more than that of its work.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from nsa.kernels.common import ceil_div, padded
 from nsa.kernels.launch import launch
 from nsa.kernels.registration import contiguous, operator
 
-ROWS = 64  # heads of tokens a program turns
+ROWS = 64  # heads of tokens that a program rotates
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _rotate(
     xs, outs, strides, heads, ends, cos, sin, positions, tokens, batch,
     BACK: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS heads of one x, those of a token side by side.
+    """One program: ROWS heads of one x, those of a token adjacent.
 
     Programs up to ends[0] are the first x's, then up to ends[1] the second's.
     """
@@ -43,7 +43,7 @@ def _turn(
     x, number, cos, sin, positions, tokens, batch,
     BACK: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The ROWS heads of tokens with this number of one x: (its tensor, out, strides, heads)."""
+    """Rotate the ROWS heads with this number of one x: (its tensor, out, strides, heads)."""
     source, out, strides, heads = x
     i = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head, t, b = i % heads, i // heads % tokens, i // heads // tokens
@@ -68,10 +68,10 @@ def _turn(
 def rotate(
     cos: Tensor, sin: Tensor, positions: Tensor | None, back: bool, xs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Each of xs [B, T, H, D] turned by its position, `back` the other way; dtype in, dtype out.
+    """Rotate each of xs [B, T, H, D] by its position, inversely if `back`; the dtype is kept.
 
-    B, T, D and the dtype are those of all, H is each one's own. As `nsa.reference.rotary.rotate`
-    does for fp32 tables cos, sin [P, D/2] and positions [T] int64: in fp32, rounded once.
+    B, T, D and the dtype are common to all, H may differ. Same as `nsa.reference.rotary.rotate`
+    for fp32 tables cos, sin [P, D/2] and positions [T] int64: in fp32, rounded once.
     """
     xs = [contiguous(x) for x in xs]
     batch, tokens, _, dim = xs[0].shape
@@ -96,7 +96,7 @@ def _(cos, sin, positions, back, xs):
 def _save(ctx, inputs, output):
     cos, sin, positions, ctx.back, _ = inputs
     ctx.save_for_backward(cos, sin, positions)
-    ctx.set_materialize_grads(False)  # what no loss reaches has no gradient, rather than zero
+    ctx.set_materialize_grads(False)  # unreached outputs have no gradient instead of zero
 
 
 def _turn_back(ctx, douts):

@@ -1,4 +1,4 @@
-"""What the selected kernels share: where a tile lies, its rows, its keys and their scores."""
+"""Code shared by the selected kernels: location of a tile, its rows, its keys, their scores."""
 
 import triton
 import triton.language as tl
@@ -11,11 +11,11 @@ SHORT = tl.constexpr(2)  # blocks, see `rounds`
 
 @triton.jit
 def place(axis, rivals, sizes, WALK: tl.constexpr):
-    """Where this program's tile lies, or the first of PIECES if they are merged.
+    """Location of this program's tile, or the first of PIECES if they are merged.
 
     Returns (sequence, its first row, its rows, first token in it, KV head, first head of the
-    group, number of the tile, whether this program has anything to do: not where tiles of the
-    other size have this place).
+    group, number of the tile, True if this program has work: False where tiles of the other size
+    are used).
 
     Tokens are the fastest axis: the keys and values of one KV head fit in the L2 cache.
     """
@@ -53,7 +53,7 @@ def place(axis, rivals, sizes, WALK: tl.constexpr):
 
 @triton.jit
 def union_of(union, tile, kv_head, kv_heads, WALK: tl.constexpr):
-    """A tile's blocks and their members, as `of_union` takes them, and how many there are."""
+    """Blocks of a tile and their members, as arguments of `of_union`, and their number."""
     at = tile.to(tl.int64) * kv_heads + kv_head
     blocks = union[0] + at * WALK.slots
     members = union[1] + at * WALK.slots
@@ -69,7 +69,7 @@ def union_of(union, tile, kv_head, kv_heads, WALK: tl.constexpr):
 def of_union(blocks, members, i, count, WALK: tl.constexpr):
     """(block, its members) number i of a union.
 
-    A warp holds a short list in its lanes, one of which is cheaper to ask than memory.
+    A warp holds a short list in its lanes, which are cheaper to read than memory.
     """
     if WALK.slots <= LANES:
         asked = tl.arange(0, LANES) == i
@@ -99,10 +99,10 @@ def delta_left(
     product, gates, deltas, row, heads, valid, sees_any, strides, total, BRANCH: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """(<do, o> of a branch, 0 where none is seen or it weighs 0; its gate), of rows, fp32.
+    """(<do, o> of a branch, 0 if a row sees no key or the gate is 0; its gate), by row, fp32.
 
-    What `product`, <do, o> of the gated sum, leaves to it: deltas [HQ, total] of the branches
-    OTHERS weigh by their gates. gates None: the branch is alone.
+    The remainder of `product`, <do, o> of the gated sum, after deltas [HQ, total] of the branches
+    OTHERS, weighted by their gates. gates None: this is the only branch.
     """
     gate = valid.to(tl.float32)
     if gates is not None:
@@ -118,10 +118,10 @@ def delta_left(
 
 @triton.jit
 def rounds(first, select_block, SLOTS: tl.constexpr, TOKENS: tl.constexpr):
-    """How often dq of a tile of TOKENS from `first` on is made: 2 where they see few keys.
+    """Number of passes over dq of a tile of TOKENS after `first`: 2 if they see few keys.
 
-    Their terms cancel, and what a rounding leaves of delta is then no longer small beside them. Not
-    by the blocks that are there: nothing that a token gets depends on later ones.
+    Then the terms cancel, and the rounding error of delta is no longer small compared to them.
+    Independent of the actual blocks: no token's result depends on later tokens.
     """
     few = first < select_block * SHORT
     if SLOTS <= SHORT * TOKENS:
@@ -133,7 +133,7 @@ def rounds(first, select_block, SLOTS: tl.constexpr, TOKENS: tl.constexpr):
 def load_rows(x, row, head, valid, strides, D: tl.constexpr, WIDE: tl.constexpr = True):
     """x [tokens, HQ, D] at (row, head): [ROWS, padded D], 0 where not valid.
 
-    WIDE: whether its offsets may need 64 bits.
+    WIDE: True if its offsets may need 64 bits.
     """
     d = tl.arange(0, padded(D))
     if WIDE:
@@ -147,7 +147,7 @@ def load_rows(x, row, head, valid, strides, D: tl.constexpr, WIDE: tl.constexpr 
 
 @triton.jit
 def store_rows(x, values, row, head, valid, strides, D: tl.constexpr):
-    """Writes values [ROWS, padded D] to x [tokens, HQ, D] at (row, head)."""
+    """Write values [ROWS, padded D] to x [tokens, HQ, D] at (row, head)."""
     d = tl.arange(0, padded(D))
     at = row.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     mask = valid[:, None]
@@ -158,7 +158,7 @@ def store_rows(x, values, row, head, valid, strides, D: tl.constexpr):
 
 @triton.jit
 def of_head(x, start, kv_head, strides):
-    """What `load_block` takes: one head of k or v from row `start` on, or their descriptor."""
+    """Argument x of `load_block`: pointer to row `start` of one head of k or v, or descriptor."""
     if not isinstance(x, tl.tensor_descriptor):
         x += start * strides[0] + kv_head.to(tl.int64) * strides[1]
     return x
@@ -176,7 +176,7 @@ def load_block(x, sequence, kv_head, first, left, strides, KEYS: tl.constexpr, D
 
 @triton.jit
 def load_keys(x, first, left, strides, KEYS: tl.constexpr, D: tl.constexpr):
-    """Rows [first, first + KEYS) of one head x of k or v, padded to [KEYS, *]; 0 from `left` on."""
+    """Rows [first, first + KEYS) of one head x of k or v, padded to [KEYS, *]; 0 past `left`."""
     n = tl.arange(0, KEYS)
     d = tl.arange(0, padded(D))
     mask = (n < left)[:, None]
@@ -198,8 +198,8 @@ def block_scores(q, k, token, position, member, first_key, width, PRECISION: tl.
 def last_seen(token, position, member, first_key, width):
     """The last of the keys [first_key, first_key + width) that each row sees, -1 for none.
 
-    A row sees a block when its token's bit of `member` is set, and there the keys up to its
-    position: one bound a row.
+    A row sees a block if its token's bit of `member` is set, and in it the keys up to its
+    position: one bound per row.
     """
     last = tl.minimum(position - first_key, width - 1)
     return tl.where(((member >> token) & 1) == 1, last, -1)

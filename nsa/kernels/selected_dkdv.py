@@ -1,4 +1,4 @@
-"""Selected attention, backward, the keys' side: dK and dV, by the tokens that selected a block."""
+"""Selected attention, backward of keys and values: dK and dV over tokens that chose a block."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,25 +31,25 @@ FEW = 4  # tasks to a processor
 
 
 class Cut(NamedTuple):
-    """What a program takes of a block, as the kernels are compiled for it."""
+    """Compile-time sizes of a program's part of a block."""
 
     task: int  # tokens, at most
     keys: int
-    parts: int  # of so many keys in a block
+    parts: int  # of this many keys per block
     d: int
     dv: int
     packed: bool
 
 
 class Rows(NamedTuple):
-    """The rows of queries that a program takes at a time."""
+    """Rows of queries that a program processes at a time."""
 
     rows: int
     tokens: int
     heads: int
     group: int  # query heads of a KV head
-    chunks: int  # of so many heads in a group
-    early: bool  # whether tokens are asked for a round early: faster for 2^n heads alone
+    chunks: int  # of this many heads per group
+    early: bool  # prefetch tokens a round early: faster only for 2^n heads
 
 
 def selected_dkdv(
@@ -70,10 +70,10 @@ def selected_dkdv(
 ) -> tuple[Tensor, Tensor]:
     """(dk like k, dv like v), contiguous, or the two of `out`; every sum is in a fixed order.
 
-    lookup is the selection's `inverse`; lse2 and delta [tokens, HQ] fp32 are the forward's and
-    dQ's, gates None weighs 1. `tile.rows` is how many rows of queries are taken at a time. Memory:
-    fp32 sums of the blocks that more than lookup.task tokens chose, at most 2 * tokens * HKV * N /
-    task of them or, in short calls, 2048.
+    lookup is the selection's `inverse`; lse2 and delta [tokens, HQ] fp32 are from the forward and
+    dQ; gates None: 1. `tile.rows` is the number of query rows processed at a time. Memory: fp32
+    sums of the blocks that more than lookup.task tokens chose, at most 2 * tokens * HKV * N / task
+    of them or, in short calls, 2048.
     """
     dk, dv = out or (contiguous_like(k), contiguous_like(v))
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
@@ -121,7 +121,7 @@ def selected_dkdv(
 
 
 def reach(x: Tensor) -> int:
-    """Elements from the first of x to its last."""
+    """Number of elements spanned by x, from its first to its last."""
     return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
 
 
@@ -132,9 +132,9 @@ def _selected_dkdv(
     MOST_INSIDE: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, PRECISION: tl.constexpr,
     CUT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One program: what a task of the tokens that selected a block adds to one part of its keys.
+    """One program: contribution of one task of a block's tokens to one part of its keys.
 
-    Stores dk and dv where there are no other such tokens, partial sums elsewhere.
+    Stores dk and dv if the block has no other tokens, else partial sums.
     """
     TASK: tl.constexpr = CUT.task
     KEYS: tl.constexpr = CUT.keys
@@ -194,10 +194,10 @@ def _absorb(
     CAUSAL: tl.constexpr, ALIKE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     CUT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """dk_sum / scale and dv_sum with what the tokens in tokens[low:high] add.
+    """Add the contribution of tokens[low:high] to dk_sum / scale and dv_sum.
 
-    first_row is the row of keys[0]; ALIKE says that q and do share their strides. Keys that are
-    none, past the end of block or sequence, get sums of no meaning, which nobody stores.
+    first_row is the row of keys[0]; ALIKE: q and do have the same strides. Invalid keys, past the
+    end of block or sequence, get undefined sums, which are not stored.
     """
     TOKENS: tl.constexpr = QUERIES.tokens
     HEADS: tl.constexpr = QUERIES.heads
@@ -222,7 +222,7 @@ def _absorb(
         queries = load_rows(q, token, head, valid, strides[0], CUT.d, WIDE)
         dos = load_rows(do, token, head, valid, strides[0 if ALIKE else 3], CUT.dv, WIDE)
         flat = token * (kv_heads * GROUP) + head
-        # 0 in all that belongs to rows that are none: their terms are 0.
+        # 0 in all data of invalid rows: their terms are 0.
         lse2 = tl.load(lse + flat, mask=valid, other=0.0)
         deltas = tl.load(delta + flat, mask=valid, other=0.0)
 
@@ -279,7 +279,7 @@ def _block(number, part, axis, tokens, sizes, KEYS: tl.constexpr, PACKED: tl.con
     """Keys of part `part` of the block of list `number`.
 
     Returns (first row of the sequence, first key in it, keys up to its or the block's end, KV
-    head); none are left of a block beyond the last one of a packed batch.
+    head); a block beyond the last one of a packed batch has no keys.
     """
     sequence, _, blocks, block = locate(number % sizes[0], axis[0], axis[1], axis[2], 1, PACKED)
     start, rows = extent(sequence, tokens[0], tokens[1], PACKED)
@@ -290,7 +290,7 @@ def _block(number, part, axis, tokens, sizes, KEYS: tl.constexpr, PACKED: tl.con
 
 @triton.jit
 def _store(x, values, stride, left, D: tl.constexpr):
-    """Writes the first `left` rows of values [KEYS, padded D] to x, `stride` apart."""
+    """Write the first `left` rows of values [KEYS, padded D] to x, `stride` apart."""
     n = tl.arange(0, values.shape[0])
     d = tl.arange(0, padded(D))
     mask = (n < left)[:, None]

@@ -1,4 +1,4 @@
-"""Selected attention, backward, the queries' side: dQ and delta."""
+"""Selected attention, backward of queries: dQ and delta."""
 
 from collections.abc import Mapping, Sequence
 
@@ -55,11 +55,11 @@ def selected_dq(
 ) -> tuple[Tensor, Tensor]:
     """(dq [tokens, HQ, D], delta [tokens, HQ] fp32) for do [tokens, HQ, DV] of the gated sum.
 
-    lse2 [tokens, HQ] is the forward's; gates None weighs 1. delta = <do, o> of the branch without
-    its gate, which is the gate's gradient and goes to dgates[..., branch] too. o [tokens, HQ, DV]
-    is the gated sum, rest the forward's, and others are (delta [HQ, tokens], branch) of each other
-    branch in it. kept: see `span_bwd.span_dq`, [tokens, HQ]. A given dq of any float dtype is added
-    to; otherwise it is new, in q's dtype. The others are as in the forward.
+    lse2 [tokens, HQ] is from the forward; gates None: 1. delta = <do, o> of the branch without its
+    gate, which is the gate's gradient and is also written to dgates[..., branch]. o [tokens, HQ,
+    DV] is the gated sum, rest the forward's, and others are (delta [HQ, tokens], branch) of each
+    other branch in it. kept: see `span_bwd.span_dq`, [tokens, HQ]. A given dq of any float dtype is
+    added to; otherwise it is new, in q's dtype. The others are as in the forward.
     """
     add = dq is not None
     dq = q.new_empty(q.shape) if dq is None else dq
@@ -97,9 +97,9 @@ def _selected_dq(
 ):  # fmt: skip
     """One program: dq and delta of one tile's rows over the union of their blocks.
 
-    dS = P (dP - delta) takes delta from what <do, o> of the gated sum leaves to this branch, off by
-    what o with its rest still lacks. The delta that comes out is not: the sum of all dS is what
-    that was off by. Where few keys are seen, all is done once more with it.
+    dS = P (dP - delta) uses this branch's remainder of <do, o> of the gated sum as delta, with the
+    rounding error of o and its rest. The sum of all dS is that error, so the resulting delta is
+    corrected by it. If few keys are seen, a second pass uses the corrected delta.
     """
     ROWS: tl.constexpr = WALK.rows
     D: tl.constexpr = WALK.d
@@ -165,9 +165,9 @@ def _walk(
     sequence, kv_head, rows, select_block, k_strides, v_strides, scale2,
     WALK: tl.constexpr,
 ):  # fmt: skip
-    """(dq [ROWS, padded D] before scale and gate, the sum of all dS [ROWS]) of `count` blocks.
+    """(dq [ROWS, padded D] before scale and gate, sum of all dS [ROWS]) of `count` blocks.
 
-    shift [ROWS]: delta but for a rounding, which that sum tells.
+    shift [ROWS]: delta up to a rounding error, which equals that sum.
     """
     ROWS: tl.constexpr = WALK.rows
     BLOCK_D: tl.constexpr = padded(WALK.d)
@@ -196,9 +196,9 @@ def _walk_turned(
     sequence, kv_head, rows, select_block, k_strides, v_strides, scale2,
     WALK: tl.constexpr,
 ):  # fmt: skip
-    """`_walk` with everything turned: keys are the rows of all products, queries the columns.
+    """`_walk` transposed: keys are the rows of all products, queries the columns.
 
-    wgmma takes 64 rows, which a tile of few queries does not have and a block of keys does.
+    wgmma needs 64 rows, which a tile of few queries does not have and a block of keys has.
     """
     ROWS: tl.constexpr = WALK.rows
     KEYS: tl.constexpr = WALK.keys
@@ -231,8 +231,8 @@ def _next_keys(
     k, v, ahead, blocks, members, i, count, sequence, kv_head, rows, select_block, k_strides,
     v_strides, WALK: tl.constexpr,
 ):  # fmt: skip
-    """Of part number i of a union: (first key, keys in it, members, k [KEYS, *], v [KEYS, *], and
-    what to call this with for the next)."""
+    """Load part number i of a union: (first key, keys in it, members, k [KEYS, *], v [KEYS, *],
+    argument `ahead` of the next call)."""
     KEYS: tl.constexpr = WALK.keys
     PARTS: tl.constexpr = WALK.parts
     if WALK.early:
@@ -257,5 +257,5 @@ def _add_pairs(x):
 
 @triton.jit
 def _add_rest(x):
-    """The sums over all keys, [ROWS], of what `_add_pairs` left."""
+    """Sum the results of `_add_pairs` over all keys, [ROWS]."""
     return tl.sum(tl.sum(x, 1), 0)

@@ -63,11 +63,11 @@ def selected_forward(
     q is [tokens, HQ, D], k [tokens, HKV, D], v [tokens, HKV, DV]. Without gates, o is the attention
     itself. With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, `base` weighted
     by gates[..., base_branch] where that is given, rounded once; base None is 0. A base of int16 is
-    in the units of base_unit [HQ, tokens] fp32. `out` may have the place of `base`. rest, int8 with
-    the strides of o, receives `common.rest_of` o for a backward. sink2: as of `span_forward`.
+    in the units of base_unit [HQ, tokens] fp32. `out` may be `base`. rest, int8 with
+    the strides of o, receives `common.rest_of` o for a backward. sink2: as in `span_forward`.
 
-    `tile` holds choices for "small" and "large" tiles, `force` allows one of them only, and `cost`
-    is what a block costs in a large tile, in terms of a small one; these and `descriptors` are of
+    `tile` holds choices for "small" and "large" tiles, `force` allows only one of them, and `cost`
+    is the cost of a block in a large tile relative to a small one; these and `descriptors` are for
     Triton's kernels. specialized: see `hopper.launches.selected_tile`.
     """
     o = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out

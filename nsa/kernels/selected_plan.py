@@ -1,9 +1,9 @@
-"""How selected attention is cut into tiles of queries, for its forward and for dQ.
+"""Division of selected attention into tiles of queries, for its forward and for dQ.
 
 A tile is some neighbouring tokens of one sequence times the heads of one KV head, and walks the
-union of its tokens' blocks. Large tiles pay where neighbours select alike, small ones where they do
-not. In long sequences both kinds are launched everywhere, and every program finds out from the
-sizes of the unions whether its kind has this place.
+union of its tokens' blocks. Large tiles are faster if neighbours select similar blocks, small ones
+if not. In long sequences both kinds are launched everywhere, and every program determines from the
+sizes of the unions which kind is used at its location.
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ from nsa.kernels.span_common import descriptors_fit, operand
 from nsa.kernels.tiles import Tile, default_cost, default_tile, processors
 from nsa.kernels.unions import Layout, Unions, laid_out, nested_unions
 
-MOST_ROWS = 64  # of a large tile: what one wgmma takes
+MOST_ROWS = 64  # of a large tile: the rows of one wgmma
 MERGED = 16  # tiles to a processor from which on a program takes all small ones of a large one's
-BOTH = 1.05  # what it costs to launch tiles of both sizes, over those of one
+BOTH = 1.05  # relative cost of launching tiles of both sizes instead of one
 SIZES = ("small", "large")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The unions of the small tiles and, unless a small tile is as large as they get, of the large.
+    """Unions of the small tiles and, unless small tiles have the maximum size, of the large ones.
 
-    `heads` of a group share a tile; a larger group is cut. All unions lie in `workspace`, int32,
-    which is what a forward keeps for its backward.
+    `heads` of a group share a tile; a larger group is divided. All unions are in `workspace`,
+    int32, which a forward keeps for its backward.
     """
 
     group: int
@@ -42,19 +42,19 @@ class Plan:
 
     @property
     def largest(self) -> Unions:
-        """Those of the largest tiles that there are."""
+        """Unions of the largest tiles."""
         return self.large or self.small
 
     @property
     def pieces(self) -> int:
-        """Small tiles in a large one."""
+        """Number of small tiles in a large one."""
         return self.large.tokens_per_tile // self.small.tokens_per_tile if self.large else 1
 
     def always_large(self, blocks: int, forced: int, cost: float) -> bool:
-        """Whether small tiles do not pay in sequences of so many blocks even for white queries.
+        """True if large tiles are faster for this many blocks even with random queries.
 
-        Those share the `forced` blocks that all select, and others by chance alone. cost: of a
-        block in a large tile, in terms of a small one.
+        Those share the `forced` blocks that all select, and others only by chance. cost: cost of a
+        block in a large tile relative to a small one.
         """
         if self.large is None:
             return False
@@ -80,47 +80,47 @@ def tile_tokens(group: int) -> tuple[int, int, int]:
 
 
 def layout_of(tokens: Axis, kv_heads: int, slots: int, group: int) -> Layout:
-    """How a plan of `slots` slots a token and `group` query heads a KV head lies in memory."""
+    """Memory layout of a plan with `slots` slots per token and `group` query heads per KV head."""
     _, small, large = tile_tokens(group)
     return laid_out(tokens, kv_heads, slots, small, large // small)
 
 
 def plan(blocks: Tensor, sequences: Sequences, group: int) -> Plan:
-    """Tiles for blocks [tokens, HKV, N] int32 and `group` query heads a KV head."""
+    """Plan tiles for blocks [tokens, HKV, N] int32 and `group` query heads per KV head."""
     heads, small, large = tile_tokens(group)
     return Plan(group, heads, *nested_unions(blocks, sequences, small, large // small))
 
 
 def kept_plan(workspace: Tensor, blocks: Tensor, sequences: Sequences, group: int) -> Plan:
-    """The plan that `plan` made of the same blocks, sequences and group, by its workspace."""
+    """Restore the result of `plan` for the same blocks, sequences and group from its workspace."""
     layout = layout_of(sequences.tokens, *blocks.shape[1:], group)
     return Plan(group, tile_tokens(group)[0], workspace, *layout.of(workspace))
 
 
 class Walk(NamedTuple):
-    """How a kernel walks tiles of one size, as it is compiled for it."""
+    """Compile-time parameters of a kernel's walk over tiles of one size."""
 
     tokens: int  # of a tile
     pieces: int  # tiles of this size in a large one
-    merged: bool  # whether one program takes all pieces
+    merged: bool  # one program processes all pieces
     ratio: int  # small tiles in a large one
-    decide: bool  # whether a program finds out if its size has this place
+    decide: bool  # a program determines if its size is used here
     large: bool
     heads: int  # of a group, that share a tile
     rows: int  # tokens by heads, padded
     slots: int  # of a union
     keys: int  # fetched at a time
-    parts: int  # of so many keys in a block
+    parts: int  # of this many keys per block
     d: int
     dv: int
     packed: bool
     precision: str  # of the products
-    turned: bool  # whether keys are the rows of the products
-    early: bool  # whether dq asks for a block a round before it takes it
+    turned: bool  # keys are the rows of the products
+    early: bool  # dq prefetches a block a round early
 
 
 class Launch(NamedTuple):
-    """One kernel's launch over all tiles of one size."""
+    """Launch of one kernel over all tiles of one size."""
 
     grid: tuple[int]
     keys: Tensor | TensorDescriptor
@@ -145,7 +145,7 @@ def launches(
     tile: Mapping[str, Tile] | None,
     descriptors: bool | None,
 ) -> list[Launch]:
-    """The launches of a kernel over the plan's tiles: of both sizes, or of the one in `force`."""
+    """Launches of a kernel over the plan's tiles: of both sizes, or only of `force`."""
     if force not in (None, *SIZES):
         raise ValueError(f"force={force!r} is neither None nor one of {', '.join(SIZES)}")
     # Rows of more than 512 bytes leave no room for a large tile in an SM.
@@ -175,7 +175,7 @@ def launches(
         programs = count * kv_heads * chunks
         fetched = descriptors
         if fetched is None:
-            # Nothing keeps a descriptor from reading on past the end of a block.
+            # A descriptor may read past the end of a block.
             fetched = select_block % chosen.keys == 0 and descriptors_fit(tokens, tokens, k, v)
         made.append(
             Launch(
@@ -203,7 +203,7 @@ def launches(
                     packed=tokens.packed,
                     precision=precision(q),
                     turned=chosen.turned,
-                    # What a short list or few programs lose to the registers that it takes.
+                    # It costs registers, which is slower for a short list or few programs.
                     early=union.blocks.shape[2] > 64 and programs >= MERGED * processors(q.device),
                 ),
                 {"num_warps": chosen.warps, "num_stages": chosen.stages},

@@ -1,4 +1,4 @@
-"""Where sequences lie on the flat token axis that every kernel works on, without asking the GPU."""
+"""Locations of sequences on the flat token axis of every kernel, without a sync of the GPU."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +12,10 @@ from nsa.config import NSAConfig
 
 @dataclass(frozen=True)
 class Axis:
-    """Sequences end to end on one axis: of tokens, or of their compressed keys.
+    """Concatenated sequences on one axis: of tokens, or of their compressed keys.
 
     Dense: `count` sequences of `length` rows each and no `bounds`. Packed: row `bounds[i]` is the
-    first of sequence i, and `length` is what no sequence exceeds.
+    first of sequence i, and `length` is an upper bound on their lengths.
     """
 
     count: int
@@ -28,11 +28,11 @@ class Axis:
 
     @property
     def rows(self) -> int:
-        """Rows of the flat axis; packed, an upper bound."""
+        """Number of rows of the flat axis; an upper bound if packed."""
         return self.length if self.packed else self.count * self.length
 
     def tile_count(self, size: int) -> int:
-        """How many tiles of `size` rows there are; packed, a bound on what any lengths can need."""
+        """Number of tiles of `size` rows; an upper bound over all possible lengths if packed."""
         if self.packed:
             return self.rows // size + self.count
         return self.count * -(-self.length // size)
@@ -40,8 +40,8 @@ class Axis:
     def tiles(self, size: int) -> tuple[Tensor | None, int]:
         """(table, count) of the tiles of `size` rows, none of which spans two sequences.
 
-        Packed, `table` [count, 2] int32 holds each tile's sequence and its number there; tiles
-        beyond those that are needed start past their sequence's end.
+        Packed, `table` [count, 2] int32 holds each tile's sequence and its number there; unneeded
+        tiles start past their sequence's end.
         """
         if not self.packed:
             return None, self.tile_count(size)
@@ -55,14 +55,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of one call and the axes that follow from them."""
+    """Sequences of one call and the axes derived from them."""
 
     tokens: Axis
     config: NSAConfig
 
     @cached_property
     def compressed(self) -> Axis:
-        """The axis of compressed keys."""
+        """Axis of compressed keys."""
         tokens, config = self.tokens, self.config
         if not tokens.packed:
             return Axis(tokens.count, count_compressed(tokens.length, config))
@@ -74,7 +74,7 @@ class Sequences:
 
     @cached_property
     def selectable(self) -> Axis:
-        """The axis of selectable blocks."""
+        """Axis of selectable blocks."""
         tokens, config = self.tokens, self.config
         if not tokens.packed:
             return Axis(tokens.count, count_selectable(tokens.length, config))
@@ -84,15 +84,15 @@ class Sequences:
 
     @property
     def index_bits(self) -> int:
-        """Bits of the largest index of a selectable block."""
+        """Number of bits of the largest index of a selectable block."""
         return max(1, (count_selectable(self.tokens.length, self.config) - 1).bit_length())
 
 
 def dense(batch: int, tokens: int, config: NSAConfig) -> Sequences:
-    """`batch` sequences of `tokens` tokens each."""
+    """Create `batch` sequences of `tokens` tokens each."""
     return Sequences(Axis(batch, tokens), config)
 
 
 def packed(cu_seqlens: Tensor, tokens: int, config: NSAConfig) -> Sequences:
-    """Sequences with the bounds cu_seqlens [N + 1] on an axis of `tokens` tokens."""
+    """Create sequences with bounds cu_seqlens [N + 1] on an axis of `tokens` tokens."""
     return Sequences(Axis(cu_seqlens.shape[0] - 1, tokens, cu_seqlens.int()), config)

@@ -1,7 +1,7 @@
-"""One more logit a softmax, without a key or a value, at a backward; a forward's is `common.sunk`.
+"""Attention sinks in the backward: one more logit per softmax; for a forward see `common.sunk`.
 
-The kernels' own formulas hold with it, as soon as the log-sum-exp that they are given has its term:
-probabilities of keys then add up to less than 1.
+A sink has no key or value. The kernels' formulas hold unchanged if the log-sum-exp includes its
+term: the probabilities of keys then add up to less than 1.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from nsa.kernels.common import LOG2E
 
 
 class Sunk(NamedTuple):
-    """The rows of a branch under its sinks, all [HQ, tokens], or [tokens, HQ] as its lse2 is."""
+    """Statistics of a branch with its sinks, all [HQ, tokens], or [tokens, HQ] as its lse2."""
 
-    lse2: Tensor  # with the sink's term; -inf of a row that sees no key, whose rest means nothing
-    kept: Tensor | None = None  # what probabilities of keys add up to; None: 1, of no sink
+    lse2: Tensor  # with the sink's term; -inf if a row sees no key, then the rest is undefined
+    kept: Tensor | None = None  # sum of the keys' probabilities; None: 1, without a sink
     lost: Tensor | None = None  # [HQ, tokens] in any case: the sink's probability
 
 
 def sunk_rows(sinks: Tensor | None, cmp: Tensor, slc: Tensor, win: Tensor) -> tuple[Sunk, ...]:
-    """In the order of gates, from each branch's lse2 over the keys alone; empty ones stay so."""
+    """Statistics in the order of gates from each branch's lse2 over keys; empty ones stay empty."""
     if sinks is None:
         return Sunk(cmp), Sunk(slc), Sunk(win)
     of_cmp, of_slc, of_win = sinks.unbind(-1)
@@ -47,9 +47,9 @@ def sink_gradients(
     rows: Sequence[Sunk],
     deltas: Sequence[tuple[Tensor, int]],
 ) -> Tensor:
-    """[HQ, 3] fp32 from each branch's (delta [HQ, tokens], number), summed in one order.
+    """[HQ, 3] fp32 from each branch's (delta [HQ, tokens], number), summed in a fixed order.
 
-    A sink's value is 0, so that its logit has the gradient -gate lost delta.
+    A sink's value is 0, so its logit has the gradient -gate lost delta.
     """
     grads = torch.zeros_like(sinks)
     for delta, branch in deltas:

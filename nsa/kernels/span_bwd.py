@@ -29,7 +29,7 @@ from nsa.kernels.span_common import (
 from nsa.kernels.tiles import Tile, processors
 
 TOGETHER = 4  # programs of a tile of keys: few enough for their tokens to stay in the L2 cache
-LEAST_STEPS = 8  # tiles of queries that a program takes before its start and its part's sum pay
+LEAST_STEPS = 8  # least tiles of queries that amortize a program's start and its part's sum
 
 
 def span_dq(
@@ -56,10 +56,10 @@ def span_dq(
     """(dq [tokens, HQ, D], delta [HQ, tokens] fp32) for do [tokens, HQ, DV] of the gated output.
 
     delta None: it is computed here, and written to dgates[..., branch] if given; that costs one
-    product more. kept [HQ, tokens] fp32: what a query's probabilities add up to, 1 if None; they do
-    not where lse2 has a sink's term, see `sinks`. dq given: added to, in fp32; otherwise allocated
-    in q's dtype. gates None: 1.
-    tile, descriptors: as span_forward takes them. specialized: see `hopper.launches.tile_for`.
+    product more. kept [HQ, tokens] fp32: sum of a query's probabilities, 1 if None; it is less if
+    lse2 has a sink's term, see `sinks`. dq given: added to, in fp32; otherwise allocated in q's
+    dtype. gates None: 1.
+    tile, descriptors: as in span_forward. specialized: see `hopper.launches.tile_for`.
     """
     total, heads, dim = q.shape
     value_dim = v.shape[2]
@@ -115,9 +115,9 @@ def span_dkdv(
     """(dk [keys, HKV, D], dv [keys, HKV, DV]), contiguous, in the dtypes of k and v, or `out`.
 
     With a lookback one program sums over the heads of the group; without, few keys are seen by
-    many queries, so each head writes fp32 parts, which are then summed in order; and so where
-    there are fewer tiles than processors. delta: span_dq's.
-    tile, descriptors: as span_forward takes them. specialized: see `hopper.launches.tile_for`.
+    many queries, so each head writes fp32 parts, which are then summed in order; likewise if there
+    are fewer tiles than SMs. delta: from span_dq.
+    tile, descriptors: as in span_forward. specialized: see `hopper.launches.tile_for`.
     """
     total, heads, dim = q.shape
     _, kv_heads, value_dim = v.shape
@@ -168,16 +168,16 @@ def span_dkdv(
 
 
 def _as_line(x: Tensor) -> Tensor:
-    """x [heads, tokens] as lse2 is: fp32, with a tile's tokens side by side; x itself if so."""
+    """Convert x [heads, tokens] to the format of lse2, contiguous fp32; x itself if it has it."""
     if x.dtype == torch.float32 and x.is_contiguous():
         return x
     return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
 
 def _together(span: Span, programs: int) -> int:
-    """How many of a tile's programs run beside those of other tiles, which read the same tokens.
+    """Number of a tile's programs interleaved with those of other tiles that read the same tokens.
 
-    With a lookback only neighbours do, and those run at once anyway.
+    With a lookback only neighbours share tokens, and those run concurrently anyway.
     """
     most = programs if span.lookback is not None else TOGETHER
     return max(n for n in range(1, most + 1) if programs % n == 0)
@@ -186,9 +186,9 @@ def _together(span: Span, programs: int) -> int:
 def _shares(
     span: Span, tokens: Axis, programs: int, group: int, tile: Tile, device: torch.device
 ) -> tuple[int, int]:
-    """(each, splits): query heads a program takes of a group, and shares of their tokens.
+    """(each, splits): query heads of a group per program, and number of shares of their tokens.
 
-    Many heads to a program need no parts and no sum; few programs leave the GPU idle.
+    Many heads per program avoid parts and their sum; few programs leave the GPU idle.
     """
     wanted = processors(device)
     seen_by = tokens.length

@@ -1,4 +1,4 @@
-"""What the programs of the span branches' backward do; `span_bwd` launches them.
+"""Kernels of the span branches' backward; `span_bwd` launches them.
 
 With P = softmax(scale * q k), gp = g * P and dP = <do, v>: delta = sum_s P dP, which is also the
 gate's gradient, dS = gp (dP - delta), dq = scale * dS k, dk = scale * dS^T q and dv = gp^T do.
@@ -31,11 +31,11 @@ def dq_kernel(
 ):  # fmt: skip
     """One program: dq of TILE.rows neighbouring tokens of one query head.
 
-    MAKE_DELTA: delta is known only after the last key, so dq = sum gp dP k - delta sum gp k. There
-    delta is that of the rounded factors of the two products, so that a key with nearly all the
-    weight cancels as it should. What all values share cancels too, so dP of 16 bits is taken less
-    that of the newest value that a row sees. v_rows is v where v is a descriptor. kept: what the
-    probabilities of a row add up to; None: 1.
+    MAKE_DELTA: delta is known only after the last key, so dq = sum gp dP k - delta sum gp k. Here
+    delta uses the rounded factors of the two products, so that a key with nearly all the weight
+    cancels correctly. An offset common to all values cancels too, so for 16-bit inputs dP of the
+    newest value that a row sees is subtracted from dP. v_rows is v if v is a descriptor. kept: sum
+    of a row's probabilities; None: 1.
     """
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
@@ -137,8 +137,8 @@ def dkdv_kernel(
     tokens: (bounds, length); keys: (table, bounds, length). Scores are transposed, [keys, tokens],
     so that P^T and dS^T go from the registers of one product into the next. dk and dv have an axis
     of parts, G / EACH * SPLITS of them, last in their strides. TOGETHER programs of a tile are
-    followed by as many of the next tile, and so on, so that tokens are read again while they are in
-    the cache; early tiles, which the most tokens see, start first. lse2, delta and gate are
+    followed by as many of the next tile, and so on, so that tokens are reread from the cache;
+    early tiles, which the most tokens see, start first. lse2, delta and gate are
     [HQ, tokens].
     """
     BLOCK_M: tl.constexpr = TILE.rows
@@ -221,7 +221,7 @@ def _sum_block(parts, out, bounds, sequences, row, size, PARTS: tl.constexpr, BL
     at_element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at_element < size
     written = mask
-    if bounds is not None:  # rows past the last sequence's end belong to nobody and are 0
+    if bounds is not None:  # rows past the last sequence's end are unused and 0
         written = at_element < tl.load(bounds + sequences).to(tl.int64) * row
     acc = tl.zeros([BLOCK], tl.float32)
     source = at_element

@@ -1,4 +1,4 @@
-"""What the span kernels share: which keys a query sees, tiles of rows, gates, and tile sizes."""
+"""Code shared by the span kernels: keys that a query sees, tiles of rows, gates, tile sizes."""
 
 from functools import lru_cache
 
@@ -16,14 +16,14 @@ from nsa.kernels.tiles import Tile, architecture, processors
 
 @triton.jit
 def seen_end(t, SPAN: tl.constexpr):
-    """Keys that have ended by position t: the query there sees none from this one on."""
+    """Number of keys that have ended by position t, the exclusive end of those seen at t."""
     # triton's // rounds to zero, so its numerator must not be negative
     return tl.maximum(t + 1 - SPAN.length + SPAN.stride, 0) // SPAN.stride
 
 
 @triton.jit
 def seen_start(t, SPAN: tl.constexpr):
-    """The first key that the query at position t sees, if it sees any."""
+    """First key that the query at position t sees, if it sees any."""
     start = t * 0
     if SPAN.lookback is not None:
         start = tl.maximum(seen_end(t, SPAN) - SPAN.lookback, 0)
@@ -32,7 +32,7 @@ def seen_start(t, SPAN: tl.constexpr):
 
 @triton.jit
 def sees(t, s, SPAN: tl.constexpr):
-    """Whether position t sees key s; the two broadcast against each other."""
+    """True where position t sees key s; the two broadcast against each other."""
     end = seen_end(t, SPAN)
     seen = s < end
     if SPAN.lookback is not None:
@@ -45,12 +45,12 @@ def query_tile(
     number, tokens, keys, tiles, HQ: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """(head, tokens' place, keys' place, first token, seen, whole) of tile `number` of queries.
+    """(head, place of tokens, place of keys, first token, seen, whole) of query tile `number`.
 
     tokens: (table, bounds, length) of the tokens' axis; keys: (bounds, length) of the keys'. A
     place is (sequence, its first row, its rows). Some row sees the keys in [seen[0], seen[1]),
     every row those in [whole[0], whole[1]). Late tiles, which see the most keys when there is no
-    lookback, start first. There is nothing to do where the first token is past the place's rows.
+    lookback, start first. A tile whose first token is past the place's rows is empty.
     """
     tile = tiles - 1 - number // HQ
     head = number % HQ
@@ -75,8 +75,8 @@ def key_part(HQ: tl.constexpr, EACH: tl.constexpr, SPLITS: tl.constexpr, TOGETHE
 
 @triton.jit
 def seen_by(first, KEYS: tl.constexpr, rows, tokens, SPAN: tl.constexpr):
-    """(begin, end, whole begin, whole end): positions that see some, and all, of the KEYS keys from
-    `first` on, of `rows` keys and `tokens` tokens."""
+    """(begin, end, whole begin, whole end): positions that see some, and all, of the KEYS keys
+    starting at `first`, of `rows` keys and `tokens` tokens."""
     last = tl.minimum(first + KEYS, rows) - 1
     # Key s is seen from position s stride + length - 1 on, for lookback * stride tokens.
     begin = first * SPAN.stride + SPAN.length - 1
@@ -97,7 +97,7 @@ def at(x, strides, row, head):
 
 @triton.jit
 def load_rows(x, stride, rows, BLOCK: tl.constexpr, D: tl.constexpr):
-    """[BLOCK, padded D] from x on; 0 from row `rows` and from column D on."""
+    """[BLOCK, padded D] starting at x; 0 past the first `rows` rows and D columns."""
     i = tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, padded(D))[None, :]
     mask = i < rows
@@ -122,7 +122,7 @@ def load_tile(x, strides, place, row, head, D: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def store_rows(x, stride, rows, values, D: tl.constexpr, ADD: tl.constexpr = False):
-    """Writes values [BLOCK, padded D] to the rows before `rows`, or adds them to what is there."""
+    """Write values [BLOCK, padded D] to the first `rows` rows, or add them in place."""
     i = tl.arange(0, values.shape[0])[:, None]
     d = tl.arange(0, values.shape[1])[None, :]
     mask = i < rows
@@ -147,16 +147,16 @@ def load_line(x, total, place, row, head, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_gate(gates, strides, row, head, rows, BRANCH: tl.constexpr, BLOCK: tl.constexpr):
-    """gates[row : row + BLOCK, head, BRANCH] in fp32 [BLOCK], 0 from row `rows` of them on."""
+    """gates[row : row + BLOCK, head, BRANCH] in fp32 [BLOCK], 0 past the first `rows`."""
     i = tl.arange(0, BLOCK)
     x = at(gates, strides, row, head) + BRANCH * strides[2]
     return tl.load(x + i * strides[0], mask=i < rows, other=0.0).to(tl.float32)
 
 
 def descriptors_fit(tokens: Axis, keys: Axis, *tensors: Tensor) -> bool:
-    """Whether TMA can fetch tiles of these: Hopper, 16-bit, 16-byte strides, and not packed.
+    """True if TMA can fetch tiles of these: Hopper, 16-bit, 16-byte strides, and not packed.
 
-    It writes 0 past a tensor's end, which of packed sequences only the last one reaches.
+    It writes 0 past a tensor's end, which only the last of packed sequences reaches.
     """
     if tokens.packed or keys.packed or not keys.rows or architecture(tensors[0].device) < 90:
         return False
@@ -169,9 +169,9 @@ def descriptors_fit(tokens: Axis, keys: Axis, *tensors: Tensor) -> bool:
 
 
 def lines_fit(axis: Axis, *tensors: Tensor | None) -> bool:
-    """Whether TMA can fetch runs of these [heads, tokens] fp32; None is no matter.
+    """True if TMA can fetch lines of these [heads, tokens] fp32; None is ignored.
 
-    A run must start at a multiple of 16 bytes, which packed sequences need not.
+    A line must start at a multiple of 16 bytes, which packed sequences need not.
     """
     given = [x for x in tensors if x is not None]
     if axis.packed or not axis.rows or architecture(given[0].device) < 90:
@@ -180,7 +180,7 @@ def lines_fit(axis: Axis, *tensors: Tensor | None) -> bool:
 
 
 def operand(x: Tensor, axis: Axis, rows: int, descriptors: bool) -> Tensor | TensorDescriptor:
-    """What `load_tile` takes for tiles of `rows` rows of x [axis, heads, D]."""
+    """Argument x of `load_tile` for tiles of `rows` rows of x [axis, heads, D]."""
     if not descriptors:
         return x
     by_row, by_head, _ = x.stride()
@@ -194,8 +194,8 @@ def operand(x: Tensor, axis: Axis, rows: int, descriptors: bool) -> Tensor | Ten
 
 
 def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Tensor:
-    """A TensorDescriptor of what `descriptors_fit` or `lines_fit` has looked at already: made
-    without its own checks, which take the host longer than all else that it is made for."""
+    """Create a TensorDescriptor without its checks, which are slow on the host and were done by
+    `descriptors_fit` or `lines_fit`."""
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape = x, shape, strides, block
     return made
@@ -204,7 +204,7 @@ def described(x: Tensor, shape: list[int], strides: list[int], block: list[int])
 def line_operand(
     x: Tensor | None, axis: Axis, rows: int, descriptor: bool
 ) -> Tensor | TensorDescriptor | None:
-    """What `load_line` takes for runs of `rows` numbers of x [heads, axis]."""
+    """Argument x of `load_line` for lines of `rows` numbers of x [heads, axis]."""
     if x is None or not descriptor:
         return x
     heads, total = x.shape
@@ -214,9 +214,9 @@ def line_operand(
 def default_tile(
     kernel: str, value_dim: int, span: Span, q: Tensor, descriptors: bool = True
 ) -> Tile:
-    """The tile of "forward", "dq" or "dkdv" for q [tokens, HQ, D].
+    """Default tile of "forward", "dq" or "dkdv" for q [tokens, HQ, D].
 
-    Without descriptors, addresses take registers, which the largest tiles cannot spare.
+    Without descriptors, addresses occupy registers, which the largest tiles cannot spare.
     """
     total, heads, dim = q.shape
     wide = max(power_of_two(dim), power_of_two(value_dim))
@@ -231,7 +231,7 @@ def default_tile(
 def _narrow_tile(
     kernel: str, wide: int, chip: int, few: bool, looks_back: bool, descriptors: bool
 ) -> Tile:
-    """Of 16 bits. few: there are few large tiles to a processor."""
+    """Default tile for 16-bit dtypes. few: True if there are few large tiles per SM."""
     if chip >= 90:
         tiles = {
             "forward": (
@@ -269,13 +269,13 @@ def _narrow_tile(
 
 
 def _wide_tile(kernel: str, wide: int) -> Tile:
-    """Of fp32, whose exact products use no tensor cores."""
+    """Default tile for fp32, whose exact products use no tensor cores."""
     if kernel == "forward" and wide <= 64:
         return Tile(64, 32, 4, 2)
     return Tile(32, 32, 8, 2 if wide <= 64 else 1) if wide <= 128 else Tile(16, 16, 4, 1)
 
 
 def felt(span: Span, keys: Axis) -> Span:
-    """The span, without a lookback that no query of these sequences can feel."""
+    """Return the span, without a lookback that has no effect on these sequences."""
     far = span.lookback is not None and span.lookback >= keys.length
     return span._replace(lookback=None) if far else span

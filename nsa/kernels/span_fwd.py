@@ -1,4 +1,4 @@
-"""Forward of the compressed and the window branch: a query sees one unbroken run of keys."""
+"""Forward of the compressed and the window branch: a query sees a contiguous range of keys."""
 
 import torch
 import triton
@@ -48,7 +48,7 @@ def _span_forward(
 ):  # fmt: skip
     """One program: TILE.rows neighbouring tokens of one query head, over every key that they see.
 
-    tokens, keys: as `query_tile` takes them. v None: lse2 alone.
+    tokens, keys: as in `query_tile`. v None: lse2 alone.
     """
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
@@ -138,7 +138,7 @@ def span_forward(
     descriptors: bool | None = None,
     specialized: bool | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """(o [tokens, HQ, DV] in q's dtype, lse2 [HQ, tokens] fp32) over the run of keys of each query.
+    """(o [tokens, HQ, DV] in q's dtype, lse2 [HQ, tokens] fp32) over each query's range of keys.
 
     q [tokens, HQ, D]; k [keys, HKV, D], v [keys, HKV, DV], on the axis of tokens or on that of
     compressed keys. scale must be positive. A query that sees no key has o = 0 and lse2 = -inf.
@@ -146,10 +146,10 @@ def span_forward(
 
     With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, or with base_branch
     + gates[..., base_branch] * base; base [tokens, HQ, DV], mixed in fp32. `out` receives o if
-    given, `lse2` its own; `out` may be `base`. An `out` or a base of int16 is in the units of
+    given, `lse2` receives lse2; `out` may be `base`. An `out` or a base of int16 is in the units of
     out_unit or base_unit [HQ, tokens] fp32, see `common.fixed_point`. sink2 [HQ] fp32: a logit in
-    base 2 that each softmax has beside its keys; lse2 stays theirs. tile: default_tile's if None.
-    descriptors: whether TMA fetches the tiles; None: where it can. specialized: see
+    base 2 added to each softmax; lse2 excludes it. tile: default_tile's if None.
+    descriptors: fetch the tiles by TMA; None: if possible. specialized: see
     `hopper.launches.tile_for`.
     """
     if not scale > 0:

@@ -1,4 +1,4 @@
-"""Tile sizes, and which chip they are for."""
+"""Tile sizes by chip."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,7 +13,7 @@ from nsa.kernels.common import power_of_two
 class Tile(NamedTuple):
     """Rows and keys that one program holds at a time, its warps and the depth of its pipeline.
 
-    turned: whether keys, not queries, are the rows of its products; dQ of the selected branch can.
+    turned: keys, not queries, are the rows of its products; only for dQ of the selected branch.
     """
 
     rows: int
@@ -32,12 +32,12 @@ def architecture(device: torch.device) -> int:
 
 
 def name_of(device: torch.device) -> str:
-    """What a CUDA device calls itself, "NVIDIA H200"; "" for a CPU."""
+    """Name of a CUDA device, e.g. "NVIDIA H200"; "" for a CPU."""
     return asked_once(torch.cuda.get_device_name, device) if device.type == "cuda" else ""
 
 
 def processors(device: torch.device) -> int:
-    """Programs that run at once if each fills a processor; 1 for a CPU, one after the other."""
+    """Number of SMs; 1 for a CPU, which runs programs one after the other."""
     if device.type != "cuda":
         return 1
     return asked_once(torch.cuda.get_device_properties, device).multi_processor_count
@@ -45,7 +45,7 @@ def processors(device: torch.device) -> int:
 
 @lru_cache(maxsize=64)
 def asked_once(ask: Callable, device: torch.device) -> Any:
-    """ask(device), which takes microseconds that a short call feels, and never changes."""
+    """Cached ask(device), a constant whose query is slow compared to a short call."""
     return ask(device)
 
 
@@ -76,17 +76,17 @@ COST = {128: {"forward": 1.4, "dq": 1.4}, 64: {"forward": 1.65, "dq": 1.6}}
 
 
 def _hopper(dims: tuple[int, int], bytes_each: int, chip: int) -> dict:
-    """The tiles of HOPPER that are meant for these, if any."""
+    """Tiles of HOPPER for these sizes, if any."""
     return HOPPER.get(power_of_two(max(dims)), {}) if chip == 90 and bytes_each == 2 else {}
 
 
 def default_tile(
     kernel: str, rows: int, q: Tensor, v: Tensor, select_block: int, *, few: bool = False
 ) -> Tile:
-    """The tile of "forward", "dq" or "dkdv" for tiles of `rows` rows of queries.
+    """Default tile of "forward", "dq" or "dkdv" for tiles of `rows` rows of queries.
 
-    Small tiles wait for memory more than they compute: theirs is a deeper pipeline. Of few
-    programs, all should run at once: fewer rows let more of them on a processor.
+    Small tiles are memory-bound and have a deeper pipeline. If there are few programs, all should
+    run concurrently: fewer rows allow more of them on an SM.
     """
     dims = q.shape[2], v.shape[2]
     return _tile(kernel, rows, dims, q.element_size(), select_block, few, architecture(q.device))
@@ -128,7 +128,7 @@ def _tile(
 
 
 def default_cost(kernel: str, q: Tensor, v: Tensor) -> float:
-    """What a block costs in a large tile of "forward" or "dq", in terms of a small one."""
+    """Cost of a block in a large tile of "forward" or "dq" relative to a small one."""
     dims = q.shape[2], v.shape[2]
     found = _hopper(dims, q.element_size(), architecture(q.device))
     wide = 64 if found is HOPPER[64] else 128
@@ -138,7 +138,7 @@ def default_cost(kernel: str, q: Tensor, v: Tensor) -> float:
 def _shared_bytes(
     kernel: str, rows: int, keys: int, stages: int, dims: tuple[int, int], bytes_each: int
 ) -> int:
-    """Bytes of shared memory that a tile takes, statistics and scratch aside."""
+    """Bytes of shared memory of a tile, without statistics and scratch."""
     held, streamed = {
         "forward": (rows * dims[0], keys * sum(dims)),
         "dq": (rows * sum(dims), keys * sum(dims)),

@@ -1,4 +1,4 @@
-"""Scores and top n in one kernel: importance is pooled and ranked, T x NB is never written.
+"""Scores and top n in one kernel: importance is pooled and ranked without writing T x NB.
 
 Nothing of size T x C or T x NB exists outside registers.
 """
@@ -32,8 +32,8 @@ from nsa.kernels.tiles import Tile, architecture
 def pool(p, left_over, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexpr):
     """Eq. 9 where a tile of keys is a whole number of blocks: (importance [M, BLOCKS], left_over).
 
-    A key counts in the block where it begins, and what reaches into the next one there;
-    left_over [M] is what reaches into the next tile.
+    A key counts in the block where it begins, and its part in the next block counts there;
+    left_over [M] is the part in the next tile.
     """
     BLOCK_M: tl.constexpr = p.shape[0]
     BLOCK_N: tl.constexpr = p.shape[1]
@@ -69,8 +69,8 @@ def _probabilities(
     """Sum over a group's heads of the probabilities of a tile of keys, [M, N] fp32; 0 if unseen.
 
     queries: (q, its strides, place, first token, the group's first head, pointers [M] to that
-    head's statistics, their stride by head, where each row's keys end). n: the first key. back: 1
-    to take the heads from the last to the first, 0 otherwise.
+    head's statistics, their stride by head, end of each row's keys). n: the first key. back: 1
+    to process the heads from the last to the first, 0 otherwise.
     """
     q, q_strides, token_place, first, head, lse2, total, ends = queries
     BLOCK_M: tl.constexpr = ends.shape[0]
@@ -133,7 +133,7 @@ def _select_blocks(
         left_over = tl.zeros([BLOCK_M], tl.float32)
         for block in range(0, legal, BLOCKS):
             n = block * PER_SELECTABLE
-            # What L2 still holds of q is what was read last. Sums in one order tie where keys do,
+            # L2 still holds the part of q read last. Sums in one order tie if keys do,
             # which 16-bit inputs do not need: their importance is rounded.
             back = 0 if WIDE else block // BLOCKS % 2
             if ALIGNED:
@@ -160,7 +160,7 @@ def _select_blocks(
 
 
 def default_tile(dim: int, like: Tensor) -> Tile:
-    """The tile of `select_blocks`: two programs to an SM, one multiplies while one takes exp2."""
+    """Default tile of `select_blocks`: two programs per SM overlap products and exp2."""
     wide = power_of_two(dim)
     hopper = architecture(like.device) >= 90
     if like.dtype == torch.float32:
@@ -171,7 +171,7 @@ def default_tile(dim: int, like: Tensor) -> Tile:
 
 
 def _pooling(keys: int, config: NSAConfig) -> tuple[bool, int]:
-    """(aligned, blocks): how many blocks a step scores, and whether `keys` keys are just those."""
+    """(aligned, blocks): blocks that a step scores, and True if `keys` keys are exactly those."""
     per_compressed = config.compress_block // config.compress_stride
     per_selectable = config.select_block // config.compress_stride
     if per_selectable & (per_selectable - 1) == 0 and keys >= 4 * per_selectable:
@@ -195,11 +195,11 @@ def select_blocks(
     descriptors: bool | None = None,
     specialized: bool | None = None,
 ) -> Tensor:
-    """The blocks that each query selects (Eq. 8-11): [tokens, HKV, n] int32, ascending, -1 last.
+    """Blocks that each query selects (Eq. 8-11): [tokens, HKV, n] int32, ascending, -1 last.
 
     q [tokens, HQ, D]; k_cmp [C rows, HKV, D]; lse2 [HQ, tokens] fp32 of the compressed branch, as
-    span_forward returns it. tile: default_tile's if None. descriptors: whether TMA fetches the
-    tiles; None: where it can. specialized: whether specialized warps score; None goes by speed.
+    span_forward returns it. tile: default_tile's if None. descriptors: fetch the tiles
+    by TMA; None: if possible. specialized: use the warp-specialized kernel; None: if faster.
     """
     total, heads, dim = q.shape
     kv_heads, config = k_cmp.shape[1], sequences.config

@@ -1,4 +1,4 @@
-"""The distinct blocks that a tile of neighbouring tokens selects, and which token selects which.
+"""Distinct blocks that a tile of neighbouring tokens selects, and the tokens that select each.
 
 Neighbours select mostly the same blocks, so a tile that walks their union loads each block once.
 """
@@ -22,10 +22,10 @@ CHUNK = 32  # slots that every entry is compared with at a time
 
 @dataclass(frozen=True)
 class Unions:
-    """Tile i of a call's tiles, KV head h: blocks[i, h, : counts[i, h]] and who selects them.
+    """For tile i and KV head h: blocks[i, h, : counts[i, h]] and the tokens that select them.
 
-    Bit b of members[i, h, e] is set when the tile's token number b selects blocks[i, h, e].
-    What lies past the count is not written.
+    Bit b of members[i, h, e] is set if the tile's token number b selects blocks[i, h, e].
+    Entries past the count are not written.
     """
 
     tokens_per_tile: int
@@ -40,18 +40,18 @@ class Unions:
 def unions(blocks: Tensor, sequences: Sequences, tokens_per_tile: int) -> Unions:
     """Unions of blocks [tokens, HKV, N] int32 over tiles of neighbouring tokens of one sequence.
 
-    A slot counts when its block starts at or before its token and is not negative; a block that
-    a token names twice counts once. Blocks come in the order in which the tile's tokens, one after
-    the other, first name them: what later tokens select never moves an earlier token's blocks.
+    A slot counts if its block starts at or before its token and is not negative; repeats in a
+    token count once. Blocks are in the order of their first selection by the tile's tokens, one
+    after the other: later tokens never move an earlier token's blocks.
     """
     return nested_unions(blocks, sequences, tokens_per_tile, 1)[1]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the unions over small tiles, and over large ones of `pieces` of them, share one buffer.
+    """Layout of the unions over small tiles, and large ones of `pieces` of them, in one buffer.
 
-    `slots` are those of a token. Small tile number i * pieces + p is piece p of large tile i.
+    `slots`: slots of a token. Small tile number i * pieces + p is piece p of large tile i.
     """
 
     tokens: Axis
@@ -62,7 +62,7 @@ class Layout:
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of blocks, members and counts of the small tiles and, if any, of the large ones."""
+        """Shapes of blocks, members and counts of the small tiles and, if any, the large ones."""
         count = self.tokens.tile_count(self.tokens_per_tile * self.pieces)
         sizes = [(count * self.pieces, self.tokens_per_tile)]
         if self.pieces > 1:
@@ -74,18 +74,18 @@ class Layout:
         return found
 
     def elements(self) -> int:
-        """What the buffer holds, int32."""
+        """Number of int32 elements of the buffer."""
         return sum(_padded(shape) for shape in self.shapes)
 
     @cached_property
     def places(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """(shape, strides, first element) of each."""
+        """(shape, strides, first element) of each tensor in `shapes`."""
         firsts = accumulate((_padded(shape) for shape in self.shapes), initial=0)
         strides = (tuple(prod(shape[i + 1 :]) for i in range(len(shape))) for shape in self.shapes)
         return list(zip(self.shapes, strides, firsts, strict=False))
 
     def of(self, workspace: Tensor) -> tuple[Unions, Unions | None]:
-        """The unions, small and large, that lie in workspace [elements] int32."""
+        """Unions, small and large, in workspace [elements] int32."""
         start = workspace.storage_offset()
         parts = [workspace.as_strided(a, b, start + first) for a, b, first in self.places]
         small = Unions(self.tokens_per_tile, *parts[:3])
@@ -94,7 +94,7 @@ class Layout:
 
 
 def laid_out(tokens: Axis, *sizes: int) -> Layout:
-    """The Layout; of a dense shape the same one each time."""
+    """Return the Layout, cached for dense shapes."""
     known = not tokens.packed and isinstance(tokens.length, int)  # and not while torch traces
     return (_known if known else Layout)(tokens, *sizes)
 
@@ -103,16 +103,16 @@ _known = lru_cache(maxsize=256)(Layout)
 
 
 def _padded(shape: tuple[int, ...]) -> int:
-    """Elements up to a multiple of 16 bytes, where Triton likes a tensor to start."""
+    """Number of elements padded to a multiple of 16 bytes, Triton's preferred alignment."""
     return ceil_div(prod(shape), 4) * 4
 
 
 def nested_unions(
     blocks: Tensor, sequences: Sequences, tokens_per_tile: int, pieces: int
 ) -> tuple[Tensor, Unions, Unions | None]:
-    """The unions over small tiles and over large ones of `pieces` of them, in one launch.
+    """Unions over small tiles and over large ones of `pieces` of them, in one launch.
 
-    First the workspace that they lie in, see Layout. None where large tiles are the same.
+    Returns (workspace, see Layout; small; large, or None if large tiles are the same).
     """
     whole = tokens_per_tile * pieces
     if not 1 <= whole <= 32:
@@ -180,7 +180,7 @@ def _unions(
 
 @triton.jit
 def _slots(source, start, rows, token, slot, valid, strides, select_block):
-    """Blocks in the given slots of the given tokens, -1 for what does not count."""
+    """Blocks in the given slots of the given tokens, -1 for slots that do not count."""
     valid &= token < rows
     row = start + token
     block = tl.load(source + row * strides[0] + slot * strides[2], mask=valid, other=-1)
@@ -189,7 +189,7 @@ def _slots(source, start, rows, token, slot, valid, strides, select_block):
 
 @triton.jit
 def _store(out, tile, kv_head, kv_heads, size, block, bits, new):
-    """Writes a tile's union, the blocks that are new to it in their order."""
+    """Write a tile's union: the blocks that are new to it, in order."""
     at = tile.to(tl.int64) * kv_heads + kv_head
     place = at * size + tl.cumsum(new.to(tl.int32), 0) - 1
     tl.store(out[0] + place, block, mask=new)

@@ -1,6 +1,6 @@
 """Instruments for trainings.
 
-A trial of one stands on this whole package, but for what no trial imports.
+A trial of a training depends on this whole package, except the parts that no trial imports.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Attachments of a trial that know torch models: oracles, a meter, memory snapshots, the witness.
+"""Attachments of a trial for torch models: oracles, a meter, memory snapshots, the witness.
 
-`whyhung.process.runner.run(spec, attached=PATH)` makes `Attached` in the process of every rank.
+`whyhung.process.runner.run(spec, attached=PATH)` creates `Attached` in each rank's process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PATH = "nsa.lab.attached:Attached"
 
 
 class Attached(contextlib.ExitStack):
-    """All that a trial's spec asks for, around the steps of one rank.
+    """All attachments requested by a trial's spec, around the steps of one rank.
 
-    spec: the trial's, as `Spec.to_dict` writes it; folder: for what a snapshot leaves; subject: the
-    maker of the steps, None of a script.
+    spec: the trial's, as written by `Spec.to_dict`; folder: for a snapshot's files; subject: the
+    object that makes the steps, None for a script.
     """
 
     def __init__(self, spec: Mapping[str, Any], folder: Path, rank: int, subject: Any = None):
@@ -31,14 +31,14 @@ class Attached(contextlib.ExitStack):
 
     @staticmethod
     def check(asked: tuple[str, ...]) -> None:
-        """Raises ValueError for oracles that are not known."""
+        """Raise ValueError for unknown oracles."""
         from nsa.lab import oracles
 
         oracles.check(asked)
 
     @staticmethod
     def merge(by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        """The results of all ranks as one."""
+        """Merge the results of all ranks into one."""
         from nsa.lab import oracles
 
         return oracles.merge(by_rank)
@@ -71,13 +71,13 @@ class Attached(contextlib.ExitStack):
         self.callback(made.close)
         self._made = made
         trainer = getattr(self._subject, "trainer", None)
-        if hasattr(trainer, "steps_done"):  # one of ours tells it of its phases
+        if hasattr(trainer, "steps_done"):  # our own trainer reports its phases
             trainer.observers = (*trainer.observers, made)
         else:
             self._snapshot = made
 
     def begin(self, step: int) -> None:
-        """Before a step, counted from 0."""
+        """Call before a step; steps are counted from 0."""
         if self._seen is not None:
             self._seen.begin(step)
         if self._meter is not None:
@@ -86,7 +86,7 @@ class Attached(contextlib.ExitStack):
             self._snapshot.begin(step)
 
     def end(self, step: int, loss: Any = None) -> None:
-        """After it, in the other order: what others do is no part of a step's time."""
+        """Call after a step. Reversed order: the others' work is not part of the step's time."""
         if self._snapshot is not None:
             self._snapshot.end(step)
         if self._meter is not None:
@@ -99,7 +99,7 @@ class Attached(contextlib.ExitStack):
         return {} if self._seen is None else self._seen.results(remake)
 
     def measured(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(what was measured of the steps, results of oracles about it)."""
+        """Return (measurements of the steps, results of oracles about them)."""
         if self._meter is None:
             return {}, {}
         found = self._meter.result()
@@ -113,6 +113,6 @@ class Attached(contextlib.ExitStack):
         return [] if self._made is None else list(self._made.notes)
 
     def witness(self) -> dict[str, Any] | None:
-        """Implementations of attention that ran, where any of ours did."""
+        """Attention implementations that ran, or None if none of ours did."""
         recorded = self._recorded
         return recorded.record() if recorded is not None and recorded.paths else None

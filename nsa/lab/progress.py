@@ -1,4 +1,4 @@
-"""How work gets on: a bar where a person looks, lines in a log."""
+"""Progress display: a bar in an interactive session, lines in a log."""
 
 import contextlib
 import os
@@ -9,29 +9,29 @@ from typing import Any
 
 
 def session() -> Path | None:
-    """The notebook in whose kernel this is, where a person has it open: in JupyterLab or Notebook,
-    or in VS Code. None under papermill, nbval and `nsa run`, and in a plain program."""
+    """Path of the notebook whose kernel this is, if it is open in JupyterLab, Notebook or VS Code.
+    None under papermill, nbval and `nsa run`, and in a plain program."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     if shell is None or headless() or "NSA_RUN" in os.environ:
         return None
     name = os.environ.get("JPY_SESSION_NAME") or shell.user_ns.get("__vsc_ipynb_file__")
     path = Path(name) if name else None
     if path and not path.is_file():
-        path = Path.cwd() / path.name  # the server may say it below its own root
+        path = Path.cwd() / path.name  # the server may give it relative to its own root
     return path if path and path.suffix == ".ipynb" and path.is_file() else None
 
 
 def headless() -> bool:
-    """Whether NSA_HEADLESS says that nobody looks; empty and 0 are as unset."""
+    """Return True if NSA_HEADLESS is set; empty and 0 count as unset."""
     return os.environ.get("NSA_HEADLESS", "0") not in ("", "0")
 
 
 @contextlib.contextmanager
 def lines(total: int, progress: bool, unit: str = "cell") -> Iterator[Callable[..., None]]:
-    """Gives say(line, count, again): the text beside a bar in an open notebook, a line above the
-    bar in a terminal, else a line on stderr.
+    """Yield say(line, count, again): sets the text beside the bar in an open notebook, or prints a
+    line above the bar in a terminal, else a line on stderr.
 
-    count: which of all it is, which a bar says itself. again: the line's cell has been counted.
+    count: position among all, shown by a bar anyway. again: the line's cell is already counted.
     """
     bar: Any = None
     here = progress and session()

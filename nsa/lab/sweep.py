@@ -1,4 +1,4 @@
-"""The one loop over cells that are each measured in a child process of their own."""
+"""The single loop over cells, each measured in its own child process."""
 
 import math
 import os
@@ -16,17 +16,17 @@ from whyhung.process.gpus import Gpus, only
 from whyhung.process.trial import Outcome, Stopped, run_child
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
-RUN_ENDS = "NSA_RUN_ENDS"  # environment variable: when a run's timeout ends it, by time.monotonic()
+RUN_ENDS = "NSA_RUN_ENDS"  # environment variable: time.monotonic() at which a run's timeout ends it
 KEPT, LEAST_KEPT_S = 0.1, 20.0  # share of what a run has left, seconds
 _POLL_S = 0.5
 
 
 class Budget:
-    """Seconds that several trials share, from its making on.
+    """Seconds shared by several trials, counted from construction.
 
-    A trial for which no time is left was not tried, which is no finding. Inside a run that a
-    timeout will end (RUN_ENDS) the budget is no more than the run has left, without a tenth of
-    that, or LEAST_KEPT_S, for what comes after: what was measured must still be judged.
+    A trial with no time left is "not run", which is not a finding. Inside a run with a timeout
+    (RUN_ENDS) the budget is at most the run's remaining time, less the larger of a tenth of it and
+    LEAST_KEPT_S, which is reserved for judging the measurements.
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
@@ -44,7 +44,7 @@ class Budget:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during `measure`. ended: each cell's Outcome, None where it had not ended."""
+    """Ctrl-C during `measure`. ended: each cell's Outcome, None if it had not ended."""
 
     def __init__(self, ended: list[Outcome | None]) -> None:
         super().__init__("the sweep was interrupted")
@@ -68,21 +68,21 @@ def measure(
     again_alone: bool = False,
     run: Callable[..., Outcome] | None = None,
 ) -> list[Outcome]:
-    """How each cell's child process ended, in the cells' order, with `workers` of them at once.
+    """Run each cell in a child process, `workers` at once; return Outcomes in the cells' order.
 
-    A child calls `entry` with spec(cell, its seconds). Where `gpus` has names, one cell runs on
-    each of them at once, and `workers` does not count. Beside a child's own endings the status is
-    "declined" where its result is {"declined": why}, and "not run" where the budget left no time
-    for the cell, or cut it short of its deadline.
+    A child calls `entry` with spec(cell, its seconds). If `gpus` has names, one cell runs on each
+    GPU at once, and `workers` is ignored. Besides the statuses of a child, the status is
+    "declined" if its result is {"declined": why}, and "not run" if the budget left no time for
+    the cell, or ended it before its deadline.
 
-    deadline_s: for each cell. budget_s: for all. env: further variables. folder: keeps what each
-    child wrote, in `007-its-name`. again_alone: a cell that ran out of memory beside others runs
-    again without them before that counts. run: what runs a child instead of `run_child`, with its
-    arguments. progress: one line a cell on stderr, with said(result) where it is well, and a bar
-    below them on a terminal unless NSA_HEADLESS is set.
+    deadline_s: per cell. budget_s: for all cells. env: additional variables. folder: stores each
+    child's output, in `007-its-name`. again_alone: a cell that ran out of memory beside others is
+    rerun alone before that counts. run: replaces `run_child`, with the same arguments.
+    progress: one line per cell on stderr, with said(result) on success, and a bar below the lines
+    on a terminal unless NSA_HEADLESS is set.
 
     Raises ValueError for an illegal deadline or number of workers before any cell runs, and
-    Interrupted after Ctrl-C, when the children have been ended.
+    Interrupted after Ctrl-C, once the children have been ended.
     """
     if workers < 1:
         raise ValueError(f"workers={workers} must be at least 1")
@@ -98,7 +98,7 @@ def measure(
         if share_s <= 0:
             return Outcome("not run", None, 0.0, budget.used_up, None)
         place = None
-        if folder is not None:  # the number tells those apart that say the same of themselves
+        if folder is not None:  # the number distinguishes cells of equal names
             plain = re.sub("[^A-Za-z0-9.=]+", "-", name(cells[number]))
             place = Path(folder, f"{number:03d}-{plain}")
         ended = (run or run_child)(
@@ -150,11 +150,11 @@ def each(
     stop: Event | None = None,
     ended: Callable[[int, Result], None] = lambda number, result: None,
 ) -> list[Result]:
-    """function(gpu, item) of each in a thread, in their order: one on each GPU, else `workers`.
+    """Call function(gpu, item) in threads, one per GPU, else `workers`; return results in order.
 
-    stop: set for those in flight when one raises or the caller is interrupted; what has not begun
-    never does. The exception is that of the first to raise. ended(number, result) is called in this
-    thread as they end.
+    stop: set for calls in flight when one raises or the caller is interrupted; pending items are
+    never started. The first exception is raised. ended(number, result) is called in this thread as
+    each item ends.
     """
     stop, gpus, errors = stop or Event(), gpus or Gpus(), []
 
@@ -186,7 +186,7 @@ def each(
 
 
 def _ending(ended: Outcome, said: Callable[[dict], str]) -> str:
-    """How a cell ended, in one line for a person who waits."""
+    """Return a one-line summary of how a cell ended."""
     if ended.status == "ok":
         return f"{said(ended.result)}, {ended.seconds:.1f} s"
     message = ended.message.splitlines()[0][:100] if ended.message else ""

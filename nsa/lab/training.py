@@ -1,7 +1,7 @@
-"""One training as one value, checked before anything runs, and opened where it runs.
+"""A training as a single value, checked before anything runs, and opened where it runs.
 
-Cells of notebooks, traced trials and steps under the profiler all mean the same by "train this
-model"; what does not go together is refused here, once.
+Notebook cells, traced trials and profiled steps share this definition of "train this model";
+invalid combinations are rejected here, in one place.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ CHOICES = {
     "device": ("cpu", "cuda"),
     "data": ("text", "synthetic"),
 }
-OWN = {"attention", "layers", "backend", "checkpoint"}  # of ModelConfig, which a spec has itself
+OWN = {"attention", "layers", "backend", "checkpoint"}  # ModelConfig fields that a spec sets itself
 
 
 @dataclass(frozen=True)
 class TrainingSpec:
     """A model, its data, and how it is trained.
 
-    Raises ValueError for anything that could not be run; the message says what would do.
+    Raises ValueError for anything that cannot run; the message names valid values.
     """
 
     preset: str
     tokens: int  # T
-    attention: str = "nsa"  # "dense": the twin of the same model, see nsa.model.presets.dense_twin
-    backend: str = "auto"  # of attention; with "dense" one of dense attention's
+    attention: str = "nsa"  # "dense": the dense baseline of the model, nsa.model.presets.dense_twin
+    backend: str = "auto"  # attention backend; with "dense" one of dense attention
     batch: int = 1  # sequences of one step of the whole job, all ranks together
     layers: int | None = None  # None: the preset's own number
     precision: str = "fp32"  # "bf16" is autocast over fp32 weights
@@ -73,7 +73,7 @@ class TrainingSpec:
         self.training()
 
     def config(self) -> "ModelConfig":
-        """The model's config. ValueError where preset, layers, backend or changes are wrong."""
+        """The model's config. ValueError for an invalid preset, layers, backend or changes."""
         from nsa.attention.registry import check_name
         from nsa.model import dense_attention
         from nsa.model.presets import dense_twin, preset
@@ -92,24 +92,24 @@ class TrainingSpec:
         return dense_twin(config, backend=self.backend)
 
     def training(self, **changes: Any) -> "TrainConfig":
-        """How it is trained. ValueError where the loop refuses that."""
+        """The training config. ValueError if the training loop rejects it."""
         from nsa.model.train_config import TrainConfig
 
         names = ("batch", "tokens", "precision", "compile", "cuda_graph", "seed")
         return TrainConfig(**{name: getattr(self, name) for name in names} | changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON; `from_dict` brings the same back."""
+        """Return plain, JSON-compatible values; `from_dict` restores an equal spec."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """What `to_dict` wrote. ValueError for a field that there is not, naming the nearest."""
+        """Inverse of `to_dict`. ValueError for an unknown field, naming the nearest."""
         check_fields(cls, values, "a cell", needed=("preset", "tokens"))
         return cls(**values)
 
     def told(self, name: str, size: str, switches: Iterable[str] = ()) -> str:
-        """One line: `name` of the preset at `size`, and all that is not as usual."""
+        """One line: the preset, `name`, `size`, and all non-default settings."""
         layers = "" if self.layers is None else f" x{self.layers}"
         extra = [switch for switch in switches if getattr(self, switch)]
         extra += [f"checkpoint {self.checkpoint}"] * bool(self.checkpoint)
@@ -128,10 +128,10 @@ def open_trainer(
     observers: Sequence[Any] = (),
     **changes: Any,
 ) -> Iterator["Trainer"]:
-    """The spec's trainer, as `trainer_at` gives it; under torchrun one rank's.
+    """Yield the spec's trainer, as `trainer_at` does; under torchrun, this rank's.
 
-    threads: of torch; None leaves them. data_seed: of the batches; None is the spec's own.
-    prefetch: batches are drawn ahead in a thread. changes: of the spec's TrainConfig.
+    threads: torch's thread count; None keeps it. data_seed: seed of the batches; None: the spec's.
+    prefetch: batches are prefetched in a thread. changes: overrides of the spec's TrainConfig.
     """
     import torch
 
@@ -159,7 +159,7 @@ def trainer_at(
     *,
     prefetch: bool = False,
 ) -> Iterator["Trainer"]:
-    """A new model's trainer in training mode; at the end it is closed, and `place` is left."""
+    """Yield a new model's trainer in training mode; on exit close it and `place`."""
     from nsa.model.data import Prefetch, synthetic, text
     from nsa.model.llama import LanguageModel
     from nsa.model.train import Trainer
@@ -177,7 +177,7 @@ def trainer_at(
 
 
 def check_whole(spec: Any, least: Mapping[str, int]) -> None:
-    """ValueError unless these fields are whole numbers of at least so much."""
+    """Raise ValueError unless these fields are integers of at least the given minimum."""
     for name, smallest in least.items():
         value = getattr(spec, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
@@ -185,8 +185,8 @@ def check_whole(spec: Any, least: Mapping[str, int]) -> None:
 
 
 def longest_tokens(texts: Iterable[str]) -> dict[str, int]:
-    """{backend: T that it is kept to} from "sequential=256" or, for papermill, "sequential:256".
-    ValueError for another form, or a backend that there is not."""
+    """Parse {backend: largest T} from "sequential=256" or, for papermill, "sequential:256".
+    ValueError for another form, or an unknown backend."""
     from nsa.attention.registry import check_name
 
     most = {}
@@ -199,13 +199,13 @@ def longest_tokens(texts: Iterable[str]) -> dict[str, int]:
 
 
 def check_switch(spec: Any, name: str) -> None:
-    """ValueError unless the field is true or false."""
+    """Raise ValueError unless the field is true or false."""
     if not isinstance(getattr(spec, name), bool):
         raise ValueError(f"{name}={getattr(spec, name)!r} must be true or false")
 
 
 def check_fields(cls: type, values: Mapping[str, Any], what: str, needed: Iterable[str]) -> None:
-    """ValueError for a field that `what` does not have, naming the nearest, or one it needs."""
+    """Raise ValueError for an unknown field of `what`, naming the nearest, or a missing one."""
     known = [f.name for f in fields(cls)]
     for name in values:
         if name not in known:

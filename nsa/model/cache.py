@@ -1,4 +1,4 @@
-"""What a model keeps of its sequences while it generates: a cache a layer, lengths for all."""
+"""Cache of a model for generation: keys and values per layer, lengths shared by all layers."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from nsa.reference.rotary import rotary_tables
 from nsa.spelling import choice
 
 FORMAT = "nsa cache"
-# What a cache does not depend on, beside what may change between runs.
+# Fields that a cache does not depend on, besides those that may change between runs.
 OTHER = {"vocab", "mlp_hidden", "gate", "gate_temperature", "gate_init", "stopgrad_gates", "sinks"}
 
 
@@ -32,20 +32,20 @@ class NSACache:
     """Keys and values of B sequences in all layers of a model; see `LayerCache` for its tensors.
 
     Contiguous, each sequence has room for `capacity` tokens from the start. Paged (`page` tokens
-    each, a multiple of the selection block), sequences take pages of a pool when they grow, and
-    `reorder` lets them share what they have in common. `lengths` [B] int32 stands on the device;
-    the host knows what no length exceeds, so that nothing in a step waits for the device.
+    each, a multiple of the selection block), sequences get pages from a pool when they grow, and
+    `reorder` lets them share common prefixes. `lengths` [B] int32 is on the device; the host
+    keeps an upper bound, so that nothing in a step waits for the device.
 
     Args:
-        batch, capacity: B, and the tokens a sequence may have; rounded up to whole pages.
-        dtype: of keys and values: the model's, or autocast's.
-        pages: of the pool; None: enough for every sequence to be full.
-        slack: the most new tokens of a kernel's call, and the most that a crop takes back.
-        backend: who decodes, see `nsa.attention.decode.nsa_decode`.
+        batch, capacity: B, and the maximum tokens per sequence; rounded up to whole pages.
+        dtype: dtype of keys and values: the model's, or autocast's.
+        pages: pages in the pool; None: enough for every sequence to be full.
+        slack: maximum new tokens per kernel call, and maximum tokens that a crop removes.
+        backend: decoding backend, see `nsa.attention.decode.nsa_decode`.
 
     Raises:
-        TypeError: a config that is no ModelConfig.
-        ValueError: sizes that do not fit, dense attention, a backend that is none.
+        TypeError: a config that is not a ModelConfig.
+        ValueError: sizes that do not fit, dense attention, an unknown backend.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class NSACache:
         self.pages = None
         if page is not None:
             self.pages = Pages(self.places.table, page, self.shape.pool)
-        self.held = [0] * self.shape.batch  # what no length exceeds, as far as the host knows
+        self.held = [0] * self.shape.batch  # upper bounds of the lengths on the host
         angles = {"device": device, "scale": config.rope_scale}
         self.tables = rotary_tables(
             self.shape.capacity, config.head_dim, config.rope_base, **angles
@@ -82,12 +82,12 @@ class NSACache:
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
-        """Tokens that each sequence has."""
+        """Number of tokens of each sequence."""
         return self.places.lengths
 
     @property
     def longest(self) -> int:
-        """What no length exceeds."""
+        """Upper bound on all lengths."""
         return max(self.held)
 
     @property
@@ -96,7 +96,7 @@ class NSACache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors, as `bytes_for` foretells."""
+        """Bytes of all tensors, equal to the estimate `bytes_for`."""
         shared = (self.places.table, self.lengths, self.places.newest, *self.tables)
         shared += (self._step, self._dropped)
         own = sum(x.numel() * x.element_size() for x in shared)
@@ -104,7 +104,7 @@ class NSACache:
 
     @staticmethod
     def bytes_for(config: ModelConfig, batch: int, capacity: int, **sizes: Any) -> int:
-        """Bytes of such a cache, before there is one: dtype, page, pages and slack as in it."""
+        """Estimate the bytes of a cache; dtype, page, pages and slack as in the constructor."""
         shape = shape_of(config, batch, capacity, **{"dtype": torch.float32} | sizes)
         angles = 2 * shape.capacity * (config.head_dim // 2) * 4
         counters = 2 * shape.batch * 4 + 3 * 8
@@ -113,8 +113,8 @@ class NSACache:
     def check(
         self, config: ModelConfig, tokens: Tensor, counts: Tensor | Sequence[int] | None = None
     ) -> tuple[Tensor | None, int | list[int]]:
-        """ValueError unless tokens [B, N] of a model of that config, counts[b] of them real, may
-        come into this cache. (counts on its device, the most that the host knows them to be)."""
+        """ValueError unless this cache accepts tokens [B, N] of a model of that config, counts[b]
+        of them real. Returns (counts on its device, their upper bound on the host)."""
         free = FREE["model"] | OTHER | {"max_tokens", "norm_eps"}
         named = [field.name for field in fields(ModelConfig) if field.name not in free]
         differing = [
@@ -150,10 +150,10 @@ class NSACache:
         return counts.int().to(self.device), known
 
     def reserve(self, new: int | Sequence[int]) -> None:
-        """Makes sure of room for `new` more tokens, of all sequences or of each.
+        """Reserve room for `new` more tokens, one number for all sequences or one for each.
 
-        ValueError, and nothing changed, where a sequence or the pool of pages would be too full. It
-        waits for the device only where the host's bound says so.
+        ValueError, without any change, if a sequence or the page pool would overflow. Waits for the
+        device only if by the host's bound the tokens may not fit.
         """
         added = self._each(new)
         full, wanted = self.shape.capacity, [h + n for h, n in zip(self.held, added, strict=True)]
@@ -171,30 +171,30 @@ class NSACache:
             self.pages.reserve(wanted)
 
     def advance(self, new: int, counts: Tensor | None = None) -> None:
-        """All layers have `new` more tokens of each sequence, or counts [B] of them: the device's
-        part, which a CUDA graph replays; `count` is the host's."""
+        """Add `new` tokens to each sequence of all layers, or counts [B] of them: the device part,
+        which a CUDA graph replays; `count` is the host part."""
         self._step[0].copy_(self.lengths)
         self.places.advance(new, counts)
         self._step[1].copy_(self.lengths)
 
     def count(self, new: int | Sequence[int]) -> None:
-        """What the host knows of an `advance`: at most so many tokens more."""
+        """Update the host's bounds for an `advance`: at most this many tokens more."""
         full = self.shape.capacity
         self.held = [min(h + n, full) for h, n in zip(self.held, self._each(new), strict=True)]
         self.places.longest = self.longest
 
     def rotary(self, new: int) -> Rotary:
-        """The angles of the next `new` tokens of each sequence."""
+        """Rotary tables of the next `new` tokens of each sequence."""
         return Rotary(*self.tables, next_positions(self.lengths, self.shape.capacity, new))
 
     @torch.no_grad()
     def crop(self, lengths: int | Sequence[int] | Tensor, *, check: bool = True) -> None:
-        """Forgets what each sequence has beyond `lengths`, one for all or [B], as `Places.crop`.
+        """Drop tokens of each sequence beyond `lengths`, one for all or [B], as `Places.crop`.
 
-        Pages that a sequence no longer needs are free again; of shared pages that it will write
-        into it gets copies. Without `check` nothing waits for the device, unless pages are shared.
+        Pages that a sequence no longer needs are freed; shared pages that it will write into are
+        copied for it. Without `check` nothing waits for the device, unless pages are shared.
 
-        Raises ValueError, and changes nothing, for lengths that cannot be had or a pool too full.
+        Raises ValueError, without any change, for invalid lengths or a full pool.
         """
         before, newest = self.lengths.clone(), self.places.newest.clone()
         self.places.crop(lengths, check=check)
@@ -210,11 +210,11 @@ class NSACache:
 
     @torch.no_grad()
     def reorder(self, index: Sequence[int] | Tensor) -> None:
-        """Sequence b becomes what sequence index[b] was, as beam search needs.
+        """Replace sequence b by sequence index[b], as beam search needs.
 
-        Contiguous, sequences that change are copied. Paged, they share the pages that are complete,
-        and of the last ones, which are still written to, each has a copy of its own at once. Waits
-        for the device. ValueError, and nothing changed, for other indices or a pool too full.
+        Contiguous, sequences that change are copied. Paged, they share complete pages, and each
+        gets its own copy of the last ones, which are still written to. Waits for the device.
+        ValueError, without any change, for invalid indices or a full pool.
         """
         rows = self.places.index("index", index)
         if len(rows) != self.shape.batch:
@@ -234,9 +234,9 @@ class NSACache:
 
     @torch.no_grad()
     def select(self, rows: Sequence[int] | Tensor, capacity: int | None = None) -> "NSACache":
-        """A new cache with copies of those sequences alone, in that order; a sequence may come
-        twice. `capacity` of more tokens makes room. Its counters begin with what its sequences
-        read. Waits for the device. ValueError where the sequences do not fit."""
+        """Return a new cache with copies of these sequences, in this order; one may occur twice. A
+        larger `capacity` makes room. Its counters start with the keys that its sequences have
+        read. Waits for the device. ValueError if the sequences do not fit."""
         rows = self.places.index("rows", rows)
         cut = self._like(len(rows), capacity or self.shape.capacity)
         lengths = self.lengths[rows].tolist()
@@ -258,7 +258,7 @@ class NSACache:
 
     @torch.no_grad()
     def reset(self, rows: Sequence[int] | None = None) -> None:
-        """Those sequences have no tokens, by default none has; their pages are free again."""
+        """Empty these sequences, all by default, and free their pages."""
         before = self.lengths.clone()
         self.places.reset(rows)
         self._drop(before)
@@ -269,7 +269,7 @@ class NSACache:
         self.places.longest = self.longest
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes all of it to one file, which appears whole or not at all."""
+        """Write the cache to one file atomically."""
         state = {
             "format": FORMAT,
             "version": VERSION,
@@ -290,7 +290,7 @@ class NSACache:
     @classmethod
     @torch.no_grad()
     def load(cls, path: str | os.PathLike, device: torch.device | str | None = None) -> "NSACache":
-        """The cache that `save` wrote. Raises ValueError for a file of something else."""
+        """Load the cache that `save` wrote. Raises ValueError for any other file."""
         state = read(path, FORMAT)
         config, shape = ModelConfig.from_dict(state["config"]), CacheShape.from_dict(state["shape"])
         sizes = {"page": shape.page, "pages": shape.pages, "slack": shape.slack}
@@ -310,8 +310,8 @@ class NSACache:
         return made
 
     def record(self) -> dict[str, Any]:
-        """Sizes, and the keys that each branch has read, in the last step and in all: of one KV
-        head of one layer, of all sequences together. Waits for the device."""
+        """Sizes, and keys read by each branch, in the last step and in total: for one KV head of
+        one layer, summed over sequences. Waits for the device."""
         config, branches = self.config.nsa, self.shape.branches
         before, after = (keys_read(x.long(), config).sum(0) for x in self._step)
         total = self._dropped + keys_read(self.lengths.long(), config).sum(0)
@@ -328,14 +328,14 @@ class NSACache:
 
     @property
     def _back(self) -> int:
-        """Of the newest so many tokens something is still to be written: their compressed keys."""
+        """Number of newest tokens whose compressed keys may still have to be written."""
         return self.config.nsa.compress_block - 1
 
     def _each(self, new: int | Sequence[int]) -> list[int]:
         return [new] * self.shape.batch if isinstance(new, int) else list(new)
 
     def _look(self) -> None:
-        """Reads the lengths, so that the host's bounds are exact."""
+        """Read the lengths, so that the host's bounds are exact."""
         self.held = self.lengths.tolist()
         self.places.longest = self.longest
 
@@ -352,7 +352,7 @@ class NSACache:
                 layer.copy_pages(torch.tensor(source), torch.tensor(target))
 
     def _drop(self, before: Tensor) -> None:
-        """Counts what sequences read whose lengths were `before` and are now others."""
+        """Count the keys read by sequences whose lengths have changed from `before`."""
         config = self.config.nsa
         read, left = (keys_read(x.long(), config).sum(0) for x in (before, self.lengths))
         self._dropped += read - left
@@ -369,7 +369,7 @@ class NSACache:
 
 
 def shape_of(config: ModelConfig, batch: int, capacity: int, **sizes: Any) -> CacheShape:
-    """The sizes of one layer's cache. ValueError for sizes that do not fit, and dense attention."""
+    """Sizes of one layer's cache. ValueError for sizes that do not fit and for dense attention."""
     if config.attention != "nsa":
         raise ValueError(
             f"attention={config.attention!r} has no cache here; attention='nsa' has, and without a "

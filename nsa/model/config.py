@@ -1,4 +1,4 @@
-"""Everything that decides what a model computes, as one frozen value that is stored with a run."""
+"""Configuration of a model: all settings of its computation, frozen and stored with a run."""
 
 import operator
 import re
@@ -17,18 +17,17 @@ SINK_KINDS = ("none", "learned")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A small Llama whose attention is NSA, or dense: its twin, to be compared with.
+    """A small Llama with NSA attention, or dense attention as its baseline.
 
-    Dense attention reads the sizes, rotary, `backend` and `strict`; what is NSA's alone (`nsa`,
-    `phi`, `gate` and what belongs to it, `compress_rope`, `shared_kv`, `sinks`) means nothing to
-    it. The backend's name is checked where a layer is built, because only the registry knows the
-    names.
+    Dense attention reads the sizes, rotary, `backend` and `strict`; it ignores the options of NSA
+    (`nsa`, `phi`, `gate` and its options, `compress_rope`, `shared_kv`, `sinks`). The backend's
+    name is checked when a layer is built, because only the registry has the names.
 
-    phi "mlp" has a GELU between its two matrices; the paper says "MLP" and names none.
+    phi "mlp" has a GELU between its two matrices; the paper specifies no nonlinearity.
 
     Raises:
-        TypeError: a size that is not an int, a switch that is not a bool, a name that is not text.
-        ValueError: values that are unknown or do not fit; the message says what would do.
+        TypeError: a size that is not an int, a flag that is not a bool, a name that is not a str.
+        ValueError: values that are unknown or do not fit; the message suggests valid ones.
     """
 
     name: str
@@ -112,17 +111,17 @@ class ModelConfig:
 
     @property
     def value_size(self) -> int:
-        """DV: `value_dim`, or head_dim where that is None."""
+        """Head dim of values, DV: `value_dim`, or head_dim if that is None."""
         return self.value_dim or self.head_dim
 
     @property
     def mlp_size(self) -> int:
         """Hidden width of SwiGLU: `mlp_hidden`, or 8/3 dim to the nearest multiple of 16. So
-        SwiGLU's three matrices weigh what the case study's two of 4 dim did."""
+        SwiGLU's three matrices have the size of the case study's two of 4 dim."""
         return self.mlp_hidden or max(16, round(8 * self.dim / 3 / 16) * 16)
 
     def with_(self, **changes: Any) -> "ModelConfig":
-        """A copy with some fields changed; `nsa={"window": 64}` changes fields of the NSAConfig."""
+        """Copy with some fields changed; `nsa={"window": 64}` changes fields of the NSAConfig."""
         check_names(type(self), changes)
         if isinstance(changes.get("nsa"), dict):
             check_names(NSAConfig, changes["nsa"], prefix="nsa.")
@@ -130,12 +129,12 @@ class ModelConfig:
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON; `from_dict` brings the same config back."""
+        """Plain values for JSON; `from_dict` restores the same config."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """The config that `to_dict` described. Raises ValueError for names unknown or missing."""
+        """Restore the config from `to_dict`. Raises ValueError for names unknown or missing."""
         check_complete(cls, values)
         nested = values.get("nsa", {})
         if isinstance(nested, dict):
@@ -145,10 +144,10 @@ class ModelConfig:
 
 
 def layer_range(text: str, layers: int) -> range:
-    """The layers that "", "all", "start:end", ":end" or "start:" names; the end is not included.
+    """Layers for "", "all", "start:end", ":end" or "start:"; the end is not included.
 
     Raises ValueError for anything else and for a range outside 0:layers, which is not clamped:
-    "0:12" of a 6-layer model is a misunderstanding rather than a wish for six.
+    "0:12" of a 6-layer model is treated as a mistake.
     """
     legal = f"'', 'all' or 'start:end' with 0 <= start < end <= {layers}"
     if text in ("", "all"):
@@ -163,7 +162,7 @@ def layer_range(text: str, layers: int) -> range:
 
 
 def check_int(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int, see `as_int`; raises ValueError below `least`."""
+    """Return `value` as an int, see `as_int`; raises ValueError below `least`."""
     value = as_int(name, value)
     if value < least:
         raise ValueError(f"{name}={value} must be at least {least}")
@@ -171,25 +170,25 @@ def check_int(name: str, value: Any, least: int = 1) -> int:
 
 
 def keep_int(owner: Any, name: str, least: int = 1) -> None:
-    """Makes a field of a frozen dataclass an int, as `check_int` does."""
+    """Convert a field of a frozen dataclass to an int by `check_int`."""
     object.__setattr__(owner, name, check_int(name, getattr(owner, name), least))
 
 
 def check_config(config: Any) -> None:
-    """Raises TypeError for what is no ModelConfig, and says which config holds one."""
+    """Raise TypeError unless `config` is a ModelConfig, naming the config that holds one."""
     if not isinstance(config, ModelConfig):
         raise TypeError(f"config {other_than('ModelConfig', config)}")
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raises TypeError for what is no bool."""
+    """Raise TypeError unless the value is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is not a bool")
 
 
 def check_number(name: str, value: Any, **bounds: float) -> None:
-    """Raises TypeError for what is no number, ValueError unless it is finite and in its bounds.
-    Bounds are least, above and below, which the value may not reach but for `least`."""
+    """Raise TypeError unless the value is a number, ValueError unless it is finite and in bounds.
+    `least` is inclusive; `above` and `below` are exclusive bounds."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         hint = "; YAML reads 1e-4 as text and 1.0e-4 as a number" if isinstance(value, str) else ""
         raise TypeError(f"{name}={value!r} is not a number{hint}")
@@ -201,7 +200,7 @@ def check_number(name: str, value: Any, **bounds: float) -> None:
 
 
 def check_complete(owner: type, given: dict[str, Any]) -> None:
-    """Raises ValueError for a name that is no field of `owner`, and for fields that it needs."""
+    """Raise ValueError for a name that is no field of `owner`, and for missing required fields."""
     check_names(owner, given)
     needed = [f.name for f in fields(owner) if f.default is f.default_factory is MISSING]
     if missing := [name for name in needed if name not in given]:
@@ -212,7 +211,7 @@ def check_complete(owner: type, given: dict[str, Any]) -> None:
 
 
 def check_names(owner: type, given: dict[str, Any], prefix: str = "") -> None:
-    """Raises ValueError for a name that is no field of `owner`, naming the nearest one."""
+    """Raise ValueError for a name that is no field of `owner`, with the nearest one."""
     known = [prefix + f.name for f in fields(owner)]
     for name in given:
         if prefix + name not in known:

@@ -1,7 +1,7 @@
-"""What the model reads, and how it is cut into batches.
+"""Training data and its division into batches.
 
-A batch is a function of (seed, step) alone, so a trial that starts at step 5 sees what a trial that
-ran through sees. Tokens are drawn on the CPU, so every device gets the same ones.
+A batch is a function of (seed, step) alone, so a trial that starts at step 5 gets the same batches
+as one that started at 0. Tokens are drawn on the CPU, so they are the same for every device.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from torch import Tensor
 from nsa.model.parallel import Parallel
 
 MAX_BYTES = 64 * 2**20
-EVALUATION = 2**40  # the first batch of evaluation, which no training reaches
-IGNORED = -100  # a target that is not scored, as cross entropy has it
+EVALUATION = 2**40  # first evaluation batch, beyond any training
+IGNORED = -100  # a target that is not scored, as in cross_entropy
 _NOT_TEXT = {"__pycache__", "site-packages", "dist-packages"}
 _POLL_S = 0.1
 
@@ -38,7 +38,7 @@ Batch = tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]
 
 @runtime_checkable
 class Data(Protocol):
-    """Seeded and stateless in `step`, so that a run can be repeated from anywhere."""
+    """Seeded data, stateless in `step`, so that a run can be repeated from any step."""
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """(tokens, targets), both int64 [B, T]; targets of -100 are not scored."""
@@ -46,7 +46,7 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Independent uniform tokens: nothing to learn below a loss of log(vocab)."""
+    """Independent uniform tokens: the loss cannot fall below log(vocab)."""
 
     seed: int
     vocab: int
@@ -67,7 +67,7 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Text:
-    """Files as one row of bytes (vocabulary 256), read when first asked for."""
+    """Files as one sequence of bytes (vocabulary 256), read lazily."""
 
     name: str
     files: tuple[Path, ...]
@@ -76,8 +76,8 @@ class Text:
 
     @cached_property
     def data(self) -> UInt8[Tensor, " N"]:
-        """At most `max_bytes` bytes of the files in order, without files that cannot be read.
-        ValueError when no byte is left."""
+        """At most `max_bytes` bytes of the files in order, without unreadable files.
+        ValueError if there are none."""
         joined, refused = bytearray(), []
         for file in self.files:
             try:
@@ -97,7 +97,7 @@ class Text:
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """`batch` passages of `tokens` bytes, and each byte's successor as its target. ValueError
-        when the text has fewer than tokens + 1 bytes."""
+        if the text has fewer than tokens + 1 bytes."""
         check_sizes(step, batch, tokens)
         if len(self.data) <= tokens:
             raise ValueError(
@@ -110,7 +110,7 @@ class Text:
         return with_successors(self.data[starts + torch.arange(tokens + 1)].long(), device)
 
     def record(self) -> dict:
-        """What a run keeps of its text: it tells whether another machine read the same bytes."""
+        """Record of the text for a run, to check that another machine read the same bytes."""
         digest = hashlib.sha256(self.data.numpy()).hexdigest()
         return {"name": self.name, "seed": self.seed, "bytes": len(self.data), "sha256": digest}
 
@@ -125,11 +125,11 @@ def synthetic(seed: int = 1337, vocab: int = 256) -> Synthetic:
 def text(
     path: str | os.PathLike | None = None, seed: int = 1337, max_bytes: int = MAX_BYTES
 ) -> Text:
-    """Real text as bytes: the file, or every file below the folder, that `path` names.
+    """Real text as bytes: the file `path`, or every file below the folder `path`.
 
-    Without a path it is the Python standard library's own sources, which every machine has; their
-    bytes differ between Python versions. A folder's files come sorted by name, then its folders;
-    nothing is read before the first batch. ValueError when there is no such file.
+    Without a path, the sources of the Python standard library, which every machine has; their
+    bytes differ between Python versions. A folder's files are sorted by name, then its folders;
+    nothing is read before the first batch. ValueError if there is no such file.
     """
     if max_bytes < 2:
         raise ValueError(f"max_bytes={max_bytes}: a token and its target need at least 2")
@@ -150,14 +150,14 @@ def text(
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Regular files in one order on every machine. Reading a pipe would wait for ever."""
+    """Regular files, in the same order on every machine. Reading a pipe could block forever."""
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - _NOT_TEXT)
         yield from (file for name in sorted(names) if (file := Path(where, name)).is_file())
 
 
 def check_sizes(step: int, batch: int, tokens: int) -> None:
-    """Raises ValueError for a negative step, or a batch of nothing."""
+    """Raise ValueError for a negative step or an empty batch."""
     if step < 0 or batch < 1 or tokens < 1:
         raise ValueError(
             f"step={step}, batch={batch}, tokens={tokens}: "
@@ -166,21 +166,21 @@ def check_sizes(step: int, batch: int, tokens: int) -> None:
 
 
 def generator(seed: int, step: int) -> torch.Generator:
-    """On the CPU; equal for an equal pair of seed and step, unrelated for any other."""
+    """Generator on the CPU, a function of (seed, step); different pairs give unrelated ones."""
     # A hash, because seed + step would give seed 1 at step 1 the tokens of seed 2 at step 0.
     mixed = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
 
 
 def with_successors(drawn: Tensor, device: Device) -> Batch:
-    """drawn [B, T + 1] as T tokens a row, and each one's successor as its target."""
+    """Split drawn [B, T + 1] into T tokens per row and each token's successor as its target."""
     drawn = drawn.to(device)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's rows, [b, T] each, which `micro()` splits; weights [accumulate], or None for 1."""
+    """A rank's rows, [b, T] each, split by `micro()`; weights [accumulate], or None for 1."""
 
     tokens: Tensor
     targets: Tensor
@@ -194,22 +194,22 @@ class Share:
         return list(zip(*halves, each, strict=True))
 
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """Tensors that are not None."""
         return [x for x in (self.tokens, self.targets, self.weights) if x is not None]
 
     def to(self, device: torch.device) -> "Share":
-        """On that device, without waiting for it."""
+        """Copy to the device without waiting for it."""
 
         def moved(x: Tensor) -> Tensor:
             if device.type == "cuda" and x.device.type == "cpu":
-                # From memory that is not pinned, the copy would wait for the step before to end.
+                # Without pinned memory, the copy would wait for the previous step to end.
                 return x.pin_memory().to(device, non_blocking=True)
             return x.to(device)
 
         return self.each(moved)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Share":
-        """The same share of changed tensors."""
+        """Apply `change` to each tensor."""
         tensors = (self.tokens, self.targets, self.weights)
         return Share(*(None if x is None else change(x) for x in tensors), self.accumulate)
 
@@ -217,10 +217,10 @@ class Share:
 def share_of(
     tokens: Tensor, targets: Tensor, parallel: Parallel, accumulate: int, rows: slice
 ) -> Share:
-    """The share of one rank in a whole batch, which every rank has drawn.
+    """One rank's share of the global batch, which every rank has drawn.
 
-    A micro-batch weighs what it has of the batch's scored targets, times the ranks over which
-    gradients are averaged: together all micro-batches give the mean over scored targets.
+    A micro-batch's weight is its fraction of the batch's scored targets, times the ranks over which
+    gradients are averaged: all micro-batches together give the mean over scored targets.
     """
     weights = None
     if parallel.ranks * accumulate > 1:
@@ -230,7 +230,7 @@ def share_of(
 
 
 def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """{"p50", "p95", "max"} of the seconds, in ms; {} of none."""
+    """{"p50", "p95", "max"} of the seconds, in ms; {} if there are none."""
     if not len(seconds):
         return {}
     p50, p95 = np.quantile(seconds, (0.5, 0.95))
@@ -238,14 +238,14 @@ def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Prefetch:
-    """`data`, whose next `depth` batches a thread draws and pins while the step computes.
+    """`data` with its next `depth` batches drawn and pinned by a thread while the step computes.
 
     Batches are those of `data`, in any order of steps: a step that does not follow the last one
-    (a run resumed, an evaluation between) starts over there. Sizes may change too.
+    (a resumed run, an evaluation in between) restarts the thread there. Sizes may change too.
 
-    `waits_s` is how long each batch was waited for, `wait_s` the newest of them, `waited_s` all
-    together and `batches` their number. An error of the thread is raised by `batch`, with the
-    thread's traceback. `close`, leaving a `with`, or dropping the object ends the thread.
+    `waits_s` has the wait for each batch, `wait_s` is the newest of them, `waited_s` their sum and
+    `batches` their number. An error of the thread is raised by `batch`, with the thread's
+    traceback. `close`, leaving a `with`, or dropping the object stops the thread.
 
     Raises ValueError for a depth below 1.
     """
@@ -260,7 +260,7 @@ class Prefetch:
         self._thread, self._closed = None, False
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
-        """`data.batch(...)`, in pinned memory where that serves. ValueError once closed."""
+        """`data.batch(...)`, in pinned memory where useful. ValueError once closed."""
         if self._closed:
             raise ValueError(f"step {step}: this Prefetch was closed; make another")
         started = time.perf_counter()
@@ -284,7 +284,7 @@ class Prefetch:
         return ids, targets
 
     def record(self) -> dict[str, Any]:
-        """What `data` says of itself, and how long its batches were waited for."""
+        """The record of `data`, and the waits for its batches."""
         inner = self.data.record() if hasattr(self.data, "record") else {}
         waits = {"mean_wait_ms": 1e3 * self.waited_s / max(1, self.batches)}
         waits |= {f"{name}_wait_ms": ms for name, ms in spread_ms(self.waits_s).items()}
@@ -295,7 +295,7 @@ class Prefetch:
         return len(self.waits_s)
 
     def close(self) -> None:
-        """Ends the thread, after the batch that it draws just then. May be called twice."""
+        """Stop the thread after its current batch. May be called twice."""
         self._closed = True
         self._stop()
 
@@ -311,7 +311,7 @@ class Prefetch:
         while self._thread is not None:
             self._stopped.set()
             with contextlib.suppress(queue.Empty):
-                self._drawn.get_nowait()  # so that it need not wait for room
+                self._drawn.get_nowait()  # so that it does not wait for room
             self._thread.join(_POLL_S)
             if not self._thread.is_alive():
                 self._thread = None
@@ -330,7 +330,7 @@ class Prefetch:
 def _draw(
     data: Data, first: tuple[int, int, int], pin: bool, drawn: queue.Queue, stopped: threading.Event
 ) -> None:
-    """Draws the batches from one step on, in order; an error is the last that it hands over."""
+    """Draw consecutive batches, starting at one step; an error is passed on as the last item."""
     step, batch, tokens = first
     found = None
     while not stopped.is_set() and not isinstance(found, BaseException):

@@ -1,4 +1,4 @@
-"""The dense twin of the NSA layer: causal attention over every earlier token."""
+"""The dense baseline of the NSA layer: causal attention over every earlier token."""
 
 from functools import partial
 from itertools import pairwise
@@ -24,12 +24,12 @@ BACKENDS = ("auto", "sdpa", *(f"sdpa:{kernel}" for kernel in KERNELS), "flash")
 class DenseAttention(nn.Module):
     """Hidden states to hidden states; heads, KV heads, rotary and projections as in NSAAttention.
 
-    One k and one v projection where NSA has three, and no gates: at the same width the twin has
-    fewer parameters. See `presets.dense_twin`.
+    One k and one v projection instead of NSA's three, and no gates: at the same width it has fewer
+    parameters. See `presets.dense_twin`.
 
-    backend: "sdpa", torch's scaled_dot_product_attention, or "sdpa:math" and the like by that one
-    of its kernels; "flash", flash-attn, which runs or raises Declined; "auto", flash-attn where it
-    takes the inputs, else "sdpa".
+    backend: "sdpa", torch's scaled_dot_product_attention, or "sdpa:math" and the like for one of
+    its kernels; "flash", flash-attn, which runs or raises Declined; "auto", flash-attn if it
+    accepts the inputs, else "sdpa".
 
     Raises ValueError for any other backend.
     """
@@ -60,7 +60,7 @@ class DenseAttention(nn.Module):
     ) -> Float[Tensor, "B T E"]:
         """Attention over B sequences of T tokens, or over packed ones (B = 1) with `cu_seqlens`.
 
-        Packed sequences are attended one after the other, so the host reads their borders: a sync.
+        Packed sequences are computed one after the other, so the host reads their bounds: a sync.
         """
         config = self.config
         rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
@@ -82,7 +82,7 @@ class DenseAttention(nn.Module):
         return self.o_proj(o.flatten(2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
-        """(o [B, T, HQ, DV], the implementation's name, why others declined)."""
+        """(o [B, T, HQ, DV], name of the implementation, reasons why others declined)."""
         attend, declined = self._implementation(q)
         if cu_seqlens is None:
             return *attend(q, k, v), declined
@@ -101,8 +101,8 @@ class DenseAttention(nn.Module):
         return torch.cat(outputs, dim=1), served, declined
 
     def _implementation(self, q: Tensor):
-        """`sdpa` or flash-attn, and why "auto" passed over the latter. Raises Declined where
-        "flash" was named and cannot serve."""
+        """`sdpa` or flash-attn, and why "auto" skipped the latter. Raises Declined if "flash" was
+        named and does not support the inputs."""
         name, scale = self.config.backend, self.config.head_dim**-0.5
         if name.startswith("sdpa"):
             return partial(sdpa, kernel=name.partition(":")[2]), {}
@@ -122,9 +122,9 @@ def sdpa(
 ) -> tuple[Float[Tensor, "B T HQ DV"], str]:
     """(o, "sdpa:KERNEL"): torch's causal attention, K and V not repeated for the heads of a group.
 
-    In bf16 it adds up a group's K and V gradients in bf16, with about twice the error of one head's
-    (docs/log.md has the numbers). D and DV that differ are padded to the larger, because torch's
-    fused kernels would leave such values to one that holds T x T scores.
+    In bf16 it sums a group's K and V gradients in bf16, with about twice the error of one head's
+    (docs/log.md has the numbers). If D and DV differ, both are padded to the larger, because
+    torch's fused kernels do not support that and its fallback holds T x T scores.
     """
     scale, value_dim = q.shape[3] ** -0.5, v.shape[3]
     width = max(q.shape[3], value_dim)

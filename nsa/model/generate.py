@@ -1,4 +1,4 @@
-"""A model goes on with prompts: prefill, then one token of each sequence a step, from a cache."""
+"""Generation from prompts: prefill, then one token per sequence and step, with a cache."""
 
 import time
 from collections import deque
@@ -16,7 +16,7 @@ from nsa.model.llama import LanguageModel
 from nsa.model.sampling import Sampling
 from nsa.model.train import on_stream
 
-WARMUP = 2  # steps that run as they are before one is captured
+WARMUP = 2  # eager steps before one is captured
 
 
 def generate(
@@ -35,22 +35,21 @@ def generate(
     cuda_graph: bool | None = None,
     cache: NSACache | None = None,
 ) -> "Generation":
-    """Up to `tokens` more tokens of each prompt, as an iterator that yields them step by step.
+    """Generate up to `tokens` tokens for each prompt, as an iterator that yields step by step.
 
     Args:
         prompts: ids of each sequence, at least one each, or its bytes; they may differ in length.
-        temperature, top_k, top_p, seed: see `Sampling`; temperature 0 takes the most likely token.
-        end: a sequence ends with this id; the last tokens of others are waited for.
-        chunk: the prompts are read in pieces of so many tokens, which bounds the memory that takes;
-            by default in one.
-        backend: who decodes, see `nsa_decode`; prompts in one piece are read by the model's own.
-        page: tokens in a page of the cache; None: the cache is contiguous.
-        cuda_graph: a step is replayed from a CUDA graph; by default where the device is one.
-        cache: an empty one to be filled, or one that goes on with what it holds; by default one is
-            made of the size that is needed.
+        temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy decoding.
+        end: id that ends a sequence; generation goes on until all sequences have ended.
+        chunk: tokens per prefill chunk, which bounds the memory; one chunk by default.
+        backend: decoding backend, see `nsa_decode`; a prompt in one chunk uses the model's own.
+        page: tokens per page of the cache; None: the cache is contiguous.
+        cuda_graph: replay each step from a CUDA graph; by default on a CUDA device.
+        cache: an empty cache to fill, or one whose sequences are continued; by default a new one of
+            the required size.
 
     Raises:
-        ValueError: what does not fit, before anything is computed; the cache stays as it was.
+        ValueError: inputs do not fit; nothing is computed and the cache is unchanged.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     check_int("tokens", tokens)
@@ -80,7 +79,7 @@ def generate(
 
 
 def padded(prompts: Sequence[Sequence[int] | Tensor], vocab: int) -> tuple[Tensor, list[int]]:
-    """Prompts side by side, zeros behind the shorter ones: ([B, T] int64 on the CPU, lengths)."""
+    """Prompts right-padded with zeros: ([B, T] int64 on the CPU, lengths)."""
     if isinstance(prompts, str | bytes) or not len(prompts):
         raise ValueError(f"prompts={prompts!r}: wanted is a list with the ids of each sequence")
     rows = []
@@ -102,7 +101,7 @@ def padded(prompts: Sequence[Sequence[int] | Tensor], vocab: int) -> tuple[Tenso
 
 
 def check_limit(model: LanguageModel, tokens: int) -> None:
-    """ValueError where the model takes fewer."""
+    """Raise ValueError if `tokens` exceeds the model's max_tokens."""
     limit = model.config.max_tokens
     if limit is not None and tokens > limit:
         raise ValueError(
@@ -112,11 +111,11 @@ def check_limit(model: LanguageModel, tokens: int) -> None:
 
 
 class Generation:
-    """The new tokens, step by step; iterating computes them.
+    """Iterator that computes the new tokens step by step.
 
     Each step yields a list with the token of each sequence, None for one that has ended. `tokens`
-    holds what has come so far, `first_token_s` and `tokens_per_s` are known when it ends: the time
-    until the first tokens were there, and all later tokens of all sequences per second.
+    holds the tokens so far. `first_token_s` and `tokens_per_s` are known at the end: the time to
+    the first tokens, and the rate of all later tokens of all sequences.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class Generation:
         return next(self._steps)
 
     def all(self) -> list[list[int]]:
-        """Computes what is left; the new tokens of each sequence, its end included."""
+        """Run to the end and return the new tokens of each sequence, its end token included."""
         for _ in self._steps:
             pass
         return self.tokens
@@ -165,7 +164,7 @@ class Generation:
         return later / spent if spent > 0 else float("nan")
 
     def record(self) -> dict[str, Any]:
-        """What a run keeps: sizes, times, and the cache's own record. Waits for the device."""
+        """Record for a run: sizes, times, and the cache's record. Waits for the device."""
         device = self.model.embed_tokens.weight.device
         return {
             "prompt_tokens": self.prompt_lengths,
@@ -197,11 +196,11 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Whether each sequence has come to its end token."""
+        """True if every sequence has reached its end token."""
         return self.end is not None and all(own and own[-1] == self.end for own in self.tokens)
 
     def _prefill(self) -> Float[Tensor, "B V"]:
-        """The logits behind the last token of each prompt."""
+        """Logits after the last token of each prompt."""
         lengths = torch.tensor(self.prompt_lengths, dtype=torch.int32).to(self._newest.device)
         longest, last = self._ids.shape[1], None
         for start in range(0, longest, self._chunk or longest):
@@ -216,7 +215,7 @@ class Generation:
         return self.model.logits(last)[:, -1]
 
     def _decode(self) -> None:
-        """One more token of each sequence that has not ended."""
+        """Compute one more token of each sequence that has not ended."""
         self.cache.reserve(1)
         if not self.cuda_graph:
             self._body()
@@ -238,12 +237,12 @@ class Generation:
         return torch.cuda.Stream(self._newest.device)
 
     def _body(self) -> None:
-        """A step as the device alone does it: a CUDA graph replays it."""
+        """Device part of a step, which a CUDA graph replays."""
         x = self.model.step(self._newest[:, None], self.cache, self._open)
         self._take(self.model.logits(x)[:, -1])
 
     def _take(self, logits: Float[Tensor, "B V"]) -> None:
-        """Draws the next tokens in place, without the host."""
+        """Draw the next tokens in place, without the host."""
         uniform = self._numbers.index_select(0, self._step).squeeze(0)
         self._newest.copy_(self.sampling.choose(logits, uniform))
         if self._open is not None:
@@ -251,7 +250,7 @@ class Generation:
         self._step += 1
 
     def _sent(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        """The newest tokens on their way to the host."""
+        """Start an asynchronous copy of the newest tokens to the host."""
         if not self._newest.is_cuda:
             return self._newest.clone(), None
         there = torch.empty(self._newest.shape, dtype=torch.int64, pin_memory=True)

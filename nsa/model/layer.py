@@ -1,4 +1,4 @@
-"""NSA as a layer: projections per branch, rotary, phi, gates, and the attention behind them."""
+"""NSA as a layer: projections per branch, rotary, phi, gates and attention."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
@@ -29,20 +29,20 @@ from nsa.spelling import nearest
 def draw(
     inner: Iterable[nn.Linear], out: nn.Linear, layers: int, generator: torch.Generator | None
 ) -> None:
-    """`inner` from a normal of 0.02, `out` from one divided by sqrt(2 layers), as in GPT-2."""
+    """Draw `inner` with standard deviation 0.02, `out` with 0.02 / sqrt(2 layers), as in GPT-2."""
     for linear in inner:
         nn.init.normal_(linear.weight, std=0.02, generator=generator)
     nn.init.normal_(out.weight, std=0.02 / sqrt(2 * layers), generator=generator)
 
 
 class Projections:
-    """What linear layers make of one input x [B, T, E], by the layers' names.
+    """Outputs of linear layers for one input x [B, T, E], by the layers' names.
 
-    Each is applied when it is asked for, so that nothing is held before it is used. Where
-    torch.compile traces, those of `together`, by default all, are one product with their weights
-    end to end: wide products keep a GPU busier, and x's gradient is not added up part by part.
-    There a weight that no loss reaches has a gradient of zeros, not none, if a loss reaches
-    another. Layers with a bias, hooks or a forward of their own, or of another class, stay apart.
+    Each is computed on access, so that nothing is held before it is used. Under torch.compile,
+    those of `together`, by default all, are one product with concatenated weights: wide products
+    use a GPU better, and x's gradient is not accumulated part by part. In that case a weight that
+    no loss reaches has a gradient of zeros, not None, if a loss reaches another. Layers with a
+    bias, hooks or their own forward, or of another class, are computed separately.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Projections:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether the layer is its weight and nothing else."""
+    """True if the layer is a plain nn.Linear without bias, hooks or its own forward."""
     return (
         type(layer) is nn.Linear
         and layer.bias is None
@@ -74,7 +74,7 @@ def _is_plain(layer: nn.Module) -> bool:
     )
 
 
-# What a layer reads of ModelConfig beside its sizes; `layers` scales the first o_proj.
+# Fields of ModelConfig that a layer uses besides its sizes; `layers` scales the first o_proj.
 OPTIONS = (
     *("head_dim", "value_dim", "layers", "phi", "gate", "gate_temperature", "gate_init"),
     *("compress_rope", "shared_kv", "force_branch", "stopgrad_gates", "sinks", "backend"),
@@ -89,8 +89,8 @@ def layer_config(
     config: NSAConfig | None = None,
     **options: Any,
 ) -> ModelConfig:
-    """The config of one layer in a model of any other make; see NSAAttention. ValueError for an
-    option that a layer does not have, and for sizes that do not fit."""
+    """Config of one layer for use in any other model; see NSAAttention. ValueError for an unknown
+    option and for sizes that do not fit."""
     for name in options:
         if name not in OPTIONS:
             theirs = {field.name for field in fields(NSAConfig)}
@@ -117,9 +117,9 @@ def layer_config(
 class NSAAttention(nn.Module):
     """Hidden states to hidden states through the three gated branches; projections have no bias.
 
-    NSAAttention(256, 8, 2, NSAConfig(window=128), backend="triton") stands in any causal model
-    where its attention stood: 256 wide, with 8 query and 2 KV heads (as many as query heads by
-    default), and any of OPTIONS. A model of this package gives its ModelConfig alone.
+    NSAAttention(256, 8, 2, NSAConfig(window=128), backend="triton") replaces the attention of any
+    causal model: width 256, 8 query and 2 KV heads (as many as query heads by default), and any of
+    OPTIONS. A model of this package passes only its ModelConfig.
 
     Each branch has its own k and v projection (section 3.3.3), or all share one (`shared_kv`).
     Queries are rotated, and keys too, but for k_cmp with compress_rope="after". The gate is an MLP
@@ -132,12 +132,12 @@ class NSAAttention(nn.Module):
     `nsa_attention`). They start at 0, as if one more key scored 0, and have one dimension, so that
     they do not decay.
 
-    Parameters that rightly have no gradient: the gate's with `force_branch` (it is the constant 1)
+    Parameters without a gradient by design: the gate's with `force_branch` (it is the constant 1)
     or `stopgrad_gates`; with `force_branch` also the other branches' projections and phi, which are
     not applied. For "slc" k_cmp and phi still score the blocks, and scoring has no gradient.
 
-    Raises ValueError for a backend that the registry does not know, and for sizes and options that
-    do not fit.
+    Raises ValueError for a backend that is not in the registry, and for sizes and options that do
+    not fit.
     """
 
     def __init__(
@@ -226,12 +226,12 @@ class NSAAttention(nn.Module):
         advance: bool = True,
     ) -> Float[Tensor, "B T E"]:
         """Attention over B sequences of T tokens, or over packed ones (B = 1) with `cu_seqlens`.
-        `rotary` spares a model to make the tables in every layer; by default they are made here.
+        `rotary` has tables shared by all layers; by default they are computed here.
 
-        With a `cache` x are the next T tokens of each sequence in it, or the first counts[b] of
-        them, and are put into it; no gradient flows. More than `slack` tokens into an empty cache
-        are attended to by this layer's own backend, all others by `decode`, see `nsa_decode`.
-        `advance` False leaves the lengths to a model, whose layers share them.
+        With a `cache`, x holds the next T tokens of each sequence in it, the first counts[b] of
+        them real, and they are appended; no gradient flows. More than `slack` tokens into an empty
+        cache use this layer's own backend, all others use `decode`, see `nsa_decode`.
+        `advance` False leaves the lengths to the model, whose layers share them.
         """
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(
@@ -290,7 +290,7 @@ class NSAAttention(nn.Module):
         rotary: Rotary | None = None,
         cu_seqlens: Int[Tensor, " N1"] | None = None,
     ) -> dict[str, Any]:
-        """What `nsa_attention` is called with for x, but for who computes it and how strictly."""
+        """Arguments of `nsa_attention` for input x, except `backend` and `strict`."""
         config = self.config
         if x.ndim != 3 or x.shape[2] != config.dim:
             raise ValueError(f"x must be [B, T, {config.dim}], got shape {tuple(x.shape)}")
@@ -308,8 +308,8 @@ class NSAAttention(nn.Module):
         return {"q": q, "k": k, "v": v, "gates": self.gates(x, q), **chosen}
 
     def _check_dtype(self, x: Tensor) -> None:
-        """ValueError for x of another dtype than the weights, where nothing casts either of them:
-        what stands in a linear layer's place may compute in any."""
+        """Raise ValueError if x and the weights differ in dtype and nothing casts either of them. A
+        replacement of a linear layer may compute in any dtype."""
         if not _is_plain(self.q_proj) or type(self.q_proj.weight) is not nn.Parameter:
             return
         held = self.q_proj.weight.dtype
@@ -328,10 +328,10 @@ class NSAAttention(nn.Module):
     def queries_and_keys(
         self, projections: Projections, rotary: Rotary, branches: tuple[str, ...]
     ) -> tuple[Float[Tensor, "B T HQ D"], dict[str, Float[Tensor, "B T HKV D"]]]:
-        """Queries and the keys of these branches, turned together.
+        """Queries and the keys of these branches, rotated together.
 
-        What branches share is projected and turned once. For "slc" alone also the keys of "cmp",
-        which score its blocks, without gradient.
+        Keys shared by branches are projected and rotated once. For "slc" alone also the keys of
+        "cmp", which score its blocks, without gradient.
         """
         config = self.config
         needed = (*branches, "cmp") if branches == ("slc",) else branches
@@ -360,14 +360,14 @@ class NSAAttention(nn.Module):
     def values(
         self, projections: Projections, branches: tuple[str, ...]
     ) -> dict[str, Float[Tensor, "B T HKV DV"]]:
-        """The values of these branches."""
+        """Values of these branches."""
         shape = (self.config.kv_heads, self.config.value_size)
         if self.config.shared_kv:
             return dict.fromkeys(branches, projections["v shared"].unflatten(-1, shape))
         return {name: projections[f"v {name}"].unflatten(-1, shape) for name in branches}
 
     def phi(self, dtype: torch.dtype, rotary: Rotary) -> Phi:
-        """How compressed keys and values are made, with this layer's parameters."""
+        """Phi with this layer's parameters, which computes compressed keys and values."""
         after = self.config.compress_rope == "after"
         tables = (rotary.cos, rotary.sin) if after else None
         if self.config.phi == "mean":

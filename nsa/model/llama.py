@@ -46,7 +46,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; `index` is its place in the model, which errors and records name."""
+    """One layer; `index` is its position in the model, used in errors and records."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class Block(nn.Module):
         cu_seqlens: Integer[Tensor, " N1"] | None = None,
         **cached: Any,
     ) -> Float[Tensor, "B T E"]:
-        """`cached` is of the attention layer: cache, counts, decode and advance."""
+        """`cached` are arguments of the attention layer: cache, counts, decode and advance."""
         if torch.compiler.is_compiling():  # one that reads its index is compiled layer by layer
             return self._forward(x, rotary, cu_seqlens, **cached)
-        # Named here rather than by the model's loop, so that a recomputation is named too.
+        # Set here rather than in the model's loop, so that it also holds in a recomputation.
         with where(layer=self.index):
             return self._forward(x, rotary, cu_seqlens, **cached)
 
@@ -78,16 +78,16 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to hidden states: an embedding, blocks and a last norm, which `build` makes.
+    """Tokens to hidden states: an embedding, blocks and a last norm, created by `build`.
 
-    A base class without a constructor of its own, so that a class of another library can be one
-    too: LanguageModel adds the head, `nsa.hf` what transformers asks for.
+    A base class without its own constructor, so that a class of another library can inherit from
+    it: LanguageModel adds the head, `nsa.hf` the interface of transformers.
     """
 
     sizes: ModelConfig
 
     def build(self, config: ModelConfig) -> None:
-        """Makes the modules; weights come from torch's global generator."""
+        """Create the modules; weights come from torch's global generator."""
         self.sizes = config
         self.embed_tokens = nn.Embedding(config.vocab, config.dim)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
@@ -96,11 +96,10 @@ class Decoder(nn.Module):
         self.recompute(config.checkpoint)
 
     def embedded(self, tokens: Tensor) -> Float[Tensor, "B T E"]:
-        """Embeddings of ids [B, T] int64; what is embedded already [B, T, E] is returned as it is.
+        """Embeddings of ids [B, T] int64; embeddings [B, T, E] are returned unchanged.
 
-        Raises ValueError for ids that are not so, and on a CPU for ids outside the vocabulary. On a
-        GPU such ids end in a device-side assertion, for looking at them first would make the host
-        wait.
+        Raises ValueError for other ids, and on a CPU for ids outside the vocabulary. On a GPU such
+        ids cause a device-side assertion, since checking them first would make the host wait.
         """
         if tokens.is_floating_point():
             return tokens
@@ -115,7 +114,7 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "B T E"]:
         """Output of the last block for ids [B, T] or embeddings [B, T, E], before the last norm.
 
-        With `cu_seqlens` (B = 1) the sequences do not see each other. `seen` is filled with the
+        With `cu_seqlens` (B = 1) the sequences are independent. `seen` is filled with the
         embeddings and every block's output. Raises ValueError as LanguageModel does.
         """
         self.check(tokens, packed=cu_seqlens is not None)
@@ -130,9 +129,9 @@ class Decoder(nn.Module):
         counts: Tensor | Sequence[int] | None = None,
         seen: list[Tensor] | None = None,
     ) -> Float[Tensor, "B T E"]:
-        """Puts the next tokens into the cache; the last block's output, as `hidden` returns it.
+        """Append the next tokens to the cache; return the last block's output, as `hidden` does.
 
-        Of counts that stand on a GPU the host knows nothing, and reserves room for all T tokens.
+        For counts on a GPU, which the host does not read, room for all T tokens is reserved.
         Raises ValueError as LanguageModel does.
         """
         self.check(tokens)
@@ -155,7 +154,7 @@ class Decoder(nn.Module):
         counts: Tensor | None = None,
         seen: list[Tensor] | None = None,
     ) -> Float[Tensor, "B T E"]:
-        """The part of `read` that the device does alone, so that a CUDA graph can replay it."""
+        """Device part of `read`, which a CUDA graph can replay."""
         rotary = cache.rotary(tokens.shape[1])
         x = self.embedded(tokens)
         cached = {"counts": counts, "decode": cache.backend, "advance": False}
@@ -170,8 +169,8 @@ class Decoder(nn.Module):
     def recompute(self, layers: str) -> range:
         """Recompute these blocks in the backward: less memory for one more forward of each.
 
-        `layers` is "" (none), "all" or "start:end", as `layer_range` reads it; returns which. The
-        path witness counts calls, so a recomputed block's attention counts twice a step.
+        `layers` is "" (none), "all" or "start:end", as in `layer_range`; returns these layers. The
+        path witness counts calls, so a recomputed block's attention counts twice per step.
         """
         self.recomputed = layer_range(layers, len(self.blocks))
         return self.recomputed
@@ -179,13 +178,13 @@ class Decoder(nn.Module):
     def run_blocks(
         self, x: Tensor, *context: Any, seen: list[Tensor] | None = None
     ) -> Float[Tensor, "B T E"]:
-        """x through the blocks in turn, each called as block(x, *context).
+        """Apply the blocks in order, each called as block(x, *context).
 
-        Each checkpoint is given the block itself. A lambda over the loop's variable would give the
-        same loss and recompute every layer with the last block: the backward runs after the loop.
+        Each checkpoint gets the block itself. A lambda over the loop variable would give the same
+        loss but recompute every layer with the last block: the backward runs after the loop.
 
-        The whole block is recomputed (early_stop=False), which costs no more than its last
-        operation: so torch notices a recomputation that saves other tensors than the forward did.
+        The whole block is recomputed (early_stop=False), which costs only its last operation more:
+        so torch detects a recomputation that saves other tensors than the forward did.
         No layer draws random numbers, so their state is not stored.
         """
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=False)
@@ -197,8 +196,8 @@ class Decoder(nn.Module):
         return x
 
     def check(self, tokens: Tensor, packed: bool = False) -> None:
-        """ValueError unless tokens are ids or embeddings, at least one and at most max_tokens in
-        a sequence; of packed ones none is measured."""
+        """Raise ValueError unless tokens are ids or embeddings, at least one and at most max_tokens
+        per sequence; the lengths of packed sequences are not checked."""
         embedded = tokens.is_floating_point()
         wide = 3 if embedded else 2
         right = tokens.dim() == wide and (embedded or tokens.dtype == torch.int64)
@@ -249,13 +248,13 @@ class LanguageModel(Decoder):
     ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, ""] | None]:
         """(logits, mean cross entropy in nats, fp32); the loss is None without targets.
 
-        `targets` are the tokens one later. With `cu_seqlens` (B = 1) the sequences do not see each
-        other. With a `cache` tokens are the next ones of the sequences in it, of which counts[b]
-        are real (all by default), and are put into it; no gradient flows.
+        `targets` are the next tokens. With `cu_seqlens` (B = 1) the sequences are independent.
+        With a `cache`, tokens are the next ones of the sequences in it, of which counts[b] are
+        real (all by default), and are appended; no gradient flows.
 
-        Raises ValueError for tokens that are not [B, T] int64 with 1 <= T <= max_tokens, and as
-        `embedded` says for ids outside the vocabulary. A cache that does not fit or is full raises
-        ValueError too, and stays as it was.
+        Raises ValueError for tokens that are not [B, T] int64 with 1 <= T <= max_tokens, and for
+        ids outside the vocabulary as in `embedded`. A cache that does not fit or is full raises
+        ValueError too, and is unchanged.
         """
         if cache is not None:
             if targets is not None or cu_seqlens is not None:
@@ -273,7 +272,7 @@ class LanguageModel(Decoder):
         return logits, loss
 
     def logits(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
-        """Scores of the next tokens, given the last block's output."""
+        """Logits of the next tokens for the last block's output."""
         return self.head(in_autocast_dtype(self.norm(x)))
 
     @staticmethod
@@ -286,14 +285,14 @@ class LanguageModel(Decoder):
 
 
 def draw_head(head: nn.Linear, generator: torch.Generator | None = None) -> None:
-    """Draws a head whose logits have standard deviation 1/4 at any width: the first loss is
+    """Draw a head whose logits have standard deviation 1/4 at any width: the initial loss is
     ln(vocab) + 1/32."""
     nn.init.normal_(head.weight, std=0.25 / sqrt(head.in_features), generator=generator)
 
 
 @contextmanager
 def naming_strangers(vocab: int, name: str, ids: Tensor) -> Iterator[None]:
-    """Turns torch's IndexError over an id into a ValueError that names the ids and the range."""
+    """Convert torch's IndexError for an id to a ValueError with the ids and the range."""
     try:
         yield
     except IndexError as error:
@@ -303,12 +302,12 @@ def naming_strangers(vocab: int, name: str, ids: Tensor) -> Iterator[None]:
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """x in the dtype in which autocast will compute. Autocast alone would cast it once for each
-    projection that reads it, and keep each copy for the backward."""
+    """Cast x to the autocast dtype once. Autocast alone would cast it for each projection that
+    reads it, and keep each copy for the backward."""
     dtype = autocast_dtype(x.device)
     return x if dtype is None else x.to(dtype)
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Trainable numbers in the model."""
+    """Number of trainable parameters of the model."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

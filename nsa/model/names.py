@@ -1,4 +1,4 @@
-"""Parameter names of earlier versions, for checkpoints and state dicts that have them."""
+"""Parameter names of earlier versions, for old checkpoints and state dicts."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from torch import nn
 
 from nsa.reference.nsa import BRANCHES
 
-# Parts of names in earlier versions, and what they are called now.
+# Parts of names in earlier versions, and their present names.
 SINCE = {
     "out_proj": "o_proj",
     "embed": "embed_tokens",
@@ -19,7 +19,7 @@ SINCE = {
 
 
 def today(name: str) -> str:
-    """A parameter's or module's name in this version: attention.k_proj.cmp.weight, say, is
+    """Name of a parameter or module in this version: for example, attention.k_proj.cmp.weight is
     attention.cmp.k_proj.weight."""
     for old, new in SINCE.items():
         name = re.sub(rf"(?<![^.]){re.escape(old)}(?![^.])", new, name)
@@ -27,12 +27,12 @@ def today(name: str) -> str:
 
 
 def renamed(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under the names of this version."""
+    """Return the same values under the names of this version."""
     return {today(name): value for name, value in named.items()}
 
 
 def rename_on_load(module: nn.Module, named: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Renames a module's part of a state dict in place: a hook for
+    """Rename a module's part of a state dict in place: a hook for
     `torch.nn.Module.register_load_state_dict_pre_hook`."""
     for name in [name for name in named if name.startswith(prefix)]:
         new = prefix + today(name[len(prefix) :])

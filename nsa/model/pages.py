@@ -1,4 +1,4 @@
-"""Which page of a pool holds which tokens of which sequence: the host's side of a page table."""
+"""Host side of a page table: allocation of a pool's pages to sequences."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class Pages:
-    """A pool of pages handed out to B sequences, and the table that kernels read.
+    """Pool of pages allocated to B sequences, and the table that kernels read.
 
     `table` [B, PER] int32 on the device holds the pages of each sequence in order, -1 where it has
-    none; a sequence grows by a page without a copy. A page may serve several sequences: `users`
-    counts them, and who is about to write into one takes a copy first (see `reorder`). The host
-    decides all of it by numbers that it has, and writes the table when it changes.
+    none; a sequence grows by a page without a copy. Several sequences may share a page: `users`
+    counts them, and a sequence that will write into one gets a copy first (see `reorder`). The host
+    allocates without reading from the device, and writes the table when it changes.
     """
 
     def __init__(self, table: Tensor, page: int, pages: int) -> None:
@@ -22,16 +22,16 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that no sequence has."""
+        """Number of pages that no sequence uses."""
         return len(self._free)
 
     @property
     def shared(self) -> bool:
-        """Whether any page serves two sequences."""
+        """True if sequences share a page."""
         return any(count > 1 for count in self.users)
 
     def reserve(self, tokens: Sequence[int]) -> None:
-        """Room for so many tokens of each sequence, for all of them or, by ValueError, for none."""
+        """Reserve pages for so many tokens per sequence; ValueError, without change, if full."""
         needed = [max(0, self.count(t) - len(own)) for t, own in zip(tokens, self.of, strict=True)]
         if not any(needed):
             return
@@ -51,7 +51,7 @@ class Pages:
         self._write()
 
     def release(self, row: int, keep: int = 0) -> None:
-        """Gives back the pages of a sequence beyond its first `keep` tokens."""
+        """Free the pages of a sequence beyond its first `keep` tokens."""
         first = self.count(keep)
         for page in self.of[row][first:]:
             self.users[page] -= 1
@@ -64,16 +64,16 @@ class Pages:
     def reorder(
         self, index: Sequence[int], lengths: Sequence[int], back: int
     ) -> tuple[list[int], list[int]]:
-        """Sequence b becomes what index[b] was; (from, to): pages whose contents are to be copied.
+        """Replace sequence b by index[b]; return (from, to): pages whose contents must be copied.
 
-        It then has `lengths[b]` tokens. Of the newest `back` of them something is still to be
-        written; the pages before those are complete and are shared, the others are its own.
-        ValueError, and nothing changed, where the pool has too few.
+        It then has `lengths[b]` tokens. The pages of the newest `back` of them are still written
+        to, so each sequence has its own; the complete pages before those are shared.
+        ValueError, without any change, if the pool has too few.
         """
         before = [self.of[s][: self.count(n)] for s, n in zip(index, lengths, strict=True)]
         firsts = [max(0, length - back) // self.page for length in lengths]
         kept = [own[:first] for own, first in zip(before, firsts, strict=True)]
-        taken = {page for own in kept for page in own}  # complete: nobody may write into them
+        taken = {page for own in kept for page in own}  # complete: no sequence writes into them
         copies = []
         for row, own in enumerate(before):
             for page in own[firsts[row] :]:
@@ -98,7 +98,7 @@ class Pages:
         return sources, targets
 
     def restore(self, of: Sequence[Sequence[int]]) -> None:
-        """The pages of each sequence are those from now on."""
+        """Set the pages of each sequence."""
         self.of, self.users = [list(own) for own in of], [0] * self.pages
         self._mirror.fill_(-1)
         for row, own in enumerate(self.of):
@@ -110,9 +110,9 @@ class Pages:
         self._write()
 
     def count(self, tokens: int) -> int:
-        """Pages that so many tokens fill or begin."""
+        """Number of pages that so many tokens need."""
         return -(-tokens // self.page)
 
     def _write(self) -> None:
-        # From memory that is not pinned, so that it may change again at once.
+        # Not from pinned memory, so that the mirror may change again immediately.
         self.table.copy_(self._mirror, non_blocking=True)

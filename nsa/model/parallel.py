@@ -1,8 +1,8 @@
-"""One model on several processes: DDP or FSDP2, applied from outside; models know of neither.
+"""One model on several processes: DDP or FSDP2, applied from outside the model code.
 
-Every rank draws the same global batch and takes its own rows of it, and gradients are averaged over
-ranks: any number of ranks trains on the same numbers. Mixed precision stays autocast's under FSDP2
-too, whose MixedPrecisionPolicy would run norms and the residual stream in bf16: another model.
+Every rank draws the same global batch and uses its own rows of it, and gradients are averaged over
+ranks: training does not depend on the number of ranks. FSDP2 uses autocast for mixed precision too,
+since its MixedPrecisionPolicy would run norms and the residual stream in bf16: another model.
 """
 
 import os
@@ -26,7 +26,7 @@ COMM_HOOKS = ("none", "bf16")
 
 @dataclass(frozen=True)
 class Parallel:
-    """This process's place among those that train one model; made by `start`, or SINGLE."""
+    """Rank and settings of this process in the training of one model; from `start`, or SINGLE."""
 
     kind: str = "none"
     rank: int = 0
@@ -35,16 +35,16 @@ class Parallel:
     static_graph: bool = False
     find_unused_parameters: bool = False
     bucket_mb: float | int = 25
-    gradient_as_bucket_view: bool = True  # False: gradients are held twice, in buckets and out
+    gradient_as_bucket_view: bool = True  # False: gradients are stored twice
     comm_hook: str = "none"  # "bf16": gradients are averaged in bf16, half the bytes are sent
     joined: bool = True  # by `start`, so that `close` leaves the process group
     _learned: WeakSet = field(default_factory=WeakSet, init=False, repr=False, compare=False)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """What to call instead of the model, which is on its device; FSDP2 changes it in place.
+        """Wrap a model that is on its device; FSDP2 changes it in place.
 
-        FSDP2 shards every block and then the rest, so that one block at a time is gathered. The
-        optimizer must be made after, from the model's own parameters: they are other ones then.
+        FSDP2 shards every block and then the rest, so that one block at a time is gathered. Create
+        the optimizer afterwards, from the model's parameters, since FSDP2 replaces them.
         """
         if self.kind == "ddp":
             on_gpu = next(model.parameters()).is_cuda
@@ -70,7 +70,7 @@ class Parallel:
         return model
 
     def rows(self, batch: int, accumulate: int = 1) -> slice:
-        """The rows of a global batch that this rank takes, a whole number for each micro-batch.
+        """This rank's rows of a global batch, an integer number for each micro-batch.
         Raises ValueError unless ranks * accumulate divides the batch."""
         parts = self.ranks * accumulate
         if batch % parts:
@@ -84,10 +84,10 @@ class Parallel:
 
     @contextmanager
     def micro(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
-        """Around the forward and backward of one micro-batch: only the last sends gradients.
+        """Context of one micro-batch's forward and backward: only the last reduces gradients.
 
-        Under FSDP2 the gradients of the others stay whole on every rank until then. The very first
-        backward of a static graph is sent as well: DDP learns the graph from it, else it fails.
+        Under FSDP2 the gradients of the others stay unsharded on every rank until then. The very
+        first backward of a static graph is reduced as well, since DDP records the graph in it.
         """
         if self.kind == "ddp" and self.static_graph and wrapped not in self._learned:
             self._learned.add(wrapped)
@@ -101,17 +101,17 @@ class Parallel:
         yield
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Scales gradients to a norm of at most max_norm over the whole model; returns the norm."""
+        """Scale gradients to a norm of at most max_norm over the whole model; return the norm."""
         norm = nn.utils.clip_grad_norm_(parameters, max_norm)
         return norm.full_tensor() if self.kind == "fsdp" else norm
 
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """The norm that `clip` returns, and gradients as they are."""
+        """Return the norm as `clip` does, without changing gradients."""
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return norm.full_tensor() if self.kind == "fsdp" else norm
 
     def mean(self, loss: Tensor) -> Tensor:
-        """The mean over ranks, a tensor of its own; nothing waits for a GPU."""
+        """Mean over ranks; nothing waits for a GPU."""
         if self.ranks == 1:
             return loss
         total = loss.detach().clone()
@@ -119,10 +119,10 @@ class Parallel:
         return total.div_(self.ranks)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """{"model", "optimizer"}: whole tensors by parameter name, on rank 0; empty elsewhere.
+        """{"model", "optimizer"}: full tensors by parameter name, on rank 0; empty elsewhere.
 
-        On the CPU where ranks are several. All ranks must ask; any number of ranks of any kind can
-        load it. `model` is the bare one.
+        On the CPU if there are several ranks. A collective call; any number of ranks of any kind
+        can load it. `model` is the unwrapped one.
         """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -133,10 +133,10 @@ class Parallel:
     def load_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> None:
-        """Puts back what `state` gave on rank 0; every rank brings the whole of it."""
+        """Load the `state` of rank 0; every rank passes all of it."""
         from torch.distributed.checkpoint import state_dict as whole
 
-        # A copy, because torch puts sharded tensors into what it is given.
+        # A copy, because torch puts sharded tensors into its argument.
         options = whole.StateDictOptions(full_state_dict=True)
         whole.set_model_state_dict(model, dict(state["model"]), options=options)
         # A parameter that no loss has reached has no optimizer state, which strict would refuse.
@@ -144,12 +144,12 @@ class Parallel:
         whole.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Wait until every rank has called this."""
         if self.ranks > 1:
             dist.barrier()
 
     def close(self) -> None:
-        """Leaves the process group; nothing where there is none, or another one joined it."""
+        """Destroy the process group; no effect if there is none or `start` did not create it."""
         if self.kind != "none" and self.joined and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -158,9 +158,9 @@ SINGLE = Parallel()
 
 
 def averaged_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket):
-    """torch's bf16_compress_hook: each rank's gradient / ranks as bf16, summed, and fp32 again.
+    """torch's bf16_compress_hook: each rank's gradient / ranks in bf16, summed, back to fp32.
 
-    By its own name DDP refuses it wherever there is no NCCL; gloo can sum bf16 as well.
+    Under its own name DDP rejects it without NCCL, although gloo can sum bf16 as well.
     """
     return bf16_compress_hook(group, bucket)
 
@@ -173,15 +173,15 @@ def start(
     timeout_s: float | int = 600,
     **options: Any,
 ) -> Parallel:
-    """Joins the processes that torchrun started, and says which of them this one is.
+    """Join the processes that torchrun started; return this one's rank and settings.
 
-    A process that is in a group already stays in that one, which must have the same backend.
+    An existing process group is used as it is and must have the same backend.
     device: "cuda", "cpu", or "auto": a GPU for each rank if there are so many, else the CPU.
     backend: "nccl" or "gloo"; None is "nccl" for GPUs and "gloo" for CPUs. `timeout_s` is how long
-    a collective may wait. options: those of DDP that Parallel has.
+    a collective may wait. options: the DDP options that are fields of Parallel.
 
-    Raises ValueError for unknown names, options that do not go together, no torchrun, NCCL without
-    a GPU for each rank, and a meeting place that cannot be had (a port in use).
+    Raises ValueError for unknown names, options that exclude each other, no torchrun, NCCL without
+    a GPU for each rank, and a failed rendezvous (a port in use).
     """
     made = Parallel(kind, **options)
     check(kind, backend, **options)
@@ -220,7 +220,7 @@ def check(
     comm_hook: str = "none",
     gradient_as_bucket_view: bool = True,
 ) -> None:
-    """Raises ValueError for options that no number of ranks could use."""
+    """Raise ValueError for options that are invalid for any number of ranks."""
     choice("parallel", kind, KINDS)
     choice("comm_hook", comm_hook, COMM_HOOKS)
     if backend is not None:
@@ -249,7 +249,7 @@ def check(
 
 
 def devices(ranks: int, backend: str | None = None, device: str = "auto") -> tuple[bool, str]:
-    """(whether on GPUs, backend) of `ranks` ranks on this machine. Raises ValueError for NCCL or
+    """(True if on GPUs, backend) of `ranks` ranks on this machine. Raises ValueError for NCCL or
     device "cuda" without a GPU for each."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = "backend='nccl'" if backend == "nccl" else "device='cuda'" if device == "cuda" else ""
@@ -266,7 +266,7 @@ def devices(ranks: int, backend: str | None = None, device: str = "auto") -> tup
 
 
 def place() -> tuple[int, int, int]:
-    """(rank, ranks, rank on this machine) as torchrun says it. Raises ValueError outside of it."""
+    """(rank, ranks, local rank) from torchrun's environment. Raises ValueError without it."""
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in needed if name not in os.environ]:
         raise ValueError(

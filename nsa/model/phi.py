@@ -10,9 +10,9 @@ class LearnedPhi(nn.Module):
     """Parameters of one side (keys or values), one set per KV head; see `PhiWeights` for shapes.
 
     For keys that are rotated before phi, the linear kind's `position` and the mlp's `bias2` move
-    every compressed key of a head by the same vector, so that a softmax over them does not change:
-    their gradient is zero but for rounding, at most half of the dtype's epsilon of the largest
-    gradient. AdamW, which divides by a gradient's own size, moves them all the same, to no effect.
+    every compressed key of a head by the same vector, so a softmax over them does not change:
+    their gradient is zero up to rounding, at most half of the dtype's epsilon of the largest
+    gradient. AdamW, which normalizes gradients, updates them nevertheless, without any effect.
     """
 
     def __init__(self, kv_heads: int, block: int, width: int) -> None:
@@ -21,14 +21,14 @@ class LearnedPhi(nn.Module):
         self.weight1 = nn.Parameter(torch.zeros(kv_heads, block * width, width))
 
     def forward(self, dtype: torch.dtype) -> PhiWeights:
-        """The parameters in the dtype in which the branch computes."""
+        """Return the parameters in the dtype in which the branch computes."""
         return PhiWeights(**{name: p.to(dtype) for name, p in self.named_parameters()})
 
 
 class LinearPhi(LearnedPhi):
-    """Starts as phi="mean", the mean over the block: l identities over l, positions 0.
+    """Initialized to phi="mean", the mean over the block: l identities over l, positions 0.
 
-    Nothing is drawn.
+    No random numbers are drawn.
     """
 
     @torch.no_grad()
@@ -43,7 +43,7 @@ class MLPPhi(LearnedPhi):
     """The paper's learnable MLP with position encoding: linear, GELU (the paper names no
     nonlinearity), linear; its hidden width is the head's own.
 
-    Matrices start Xavier-uniform, positions from a normal of 0.02, biases at 0.
+    Initialization: matrices Xavier-uniform, positions normal with deviation 0.02, biases 0.
     """
 
     def __init__(self, kv_heads: int, block: int, width: int) -> None:

@@ -1,7 +1,7 @@
 """The models that the workbook measures: the case study's sizes, with three changes.
 
-SwiGLU instead of a SiLU MLP of the same weight, the paper's sigmoid gate instead of a softmax one,
-and keys and scores that are right. With `gate="softmax"` the production model has exactly the case
+SwiGLU instead of a SiLU MLP of the same size, the paper's sigmoid gate instead of a softmax one,
+and correct keys and scores. With `gate="softmax"` the production model has exactly the case
 study's 78,295,332 parameters.
 """
 
@@ -44,7 +44,7 @@ def step5() -> ModelConfig:
 
 def production(layers: int = 12) -> ModelConfig:
     """The case study's "125M" model, with the paper's block sizes: T = 2048. 78,578,736 parameters
-    with 12 layers: a byte vocabulary, not a large one, makes it so small."""
+    with 12 layers; it is this small because of the byte vocabulary."""
     return ModelConfig(name="production", layers=layers, dim=768, heads=12, kv_heads=2, head_dim=64)
 
 
@@ -67,8 +67,8 @@ PRESETS: dict[str, Callable[..., ModelConfig]] = {
 
 
 def preset(name: str, **changes: Any) -> ModelConfig:
-    """The preset of that name with some fields changed, `nsa={...}` included. Raises ValueError for
-    an unknown preset or field, naming the nearest."""
+    """Return a preset with some fields changed, `nsa={...}` included. Raises ValueError for an
+    unknown preset or field, with the nearest."""
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}; {nearest(name, PRESETS)}")
     return PRESETS[name]().with_(**changes)
@@ -81,8 +81,8 @@ def dense_twin(
 
     It lacks two of the three K/V projections, the gates and a learned phi, so it has fewer
     parameters: 73,550,592 beside `production`'s 78,578,736. That is the fair comparison of time,
-    since every matrix that both have is equal. `same_parameters` widens its MLPs by what it lacks,
-    to the nearest multiple of 16 (24 dim parameters a layer), for a comparison of losses.
+    since all common matrices are equal. `same_parameters` widens its MLPs to make up for these, to
+    the nearest multiple of 16 (24 dim parameters per layer), for a comparison of losses.
     """
     twin = config.with_(
         attention="dense", backend=backend, force_branch=None, name=f"{config.name}-dense"

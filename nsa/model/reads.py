@@ -1,4 +1,4 @@
-"""How many keys a token reads in each branch, told from its position alone."""
+"""Number of keys that a token reads in each branch, as a function of its position."""
 
 import torch
 from jaxtyping import Int64
@@ -9,13 +9,13 @@ from nsa.reference.nsa import BRANCHES
 
 
 def keys_read(lengths: Int64[Tensor, " B"], config: NSAConfig) -> Int64[Tensor, "B 3"]:
-    """Keys that the first `lengths[b]` tokens of a sequence read, by branch: cmp, slc, win.
+    """Number of keys that a sequence's first `lengths[b]` tokens read, by branch: cmp, slc, win.
 
     The token at position t reads max(0, (t + 1 - l) // d + 1) compressed keys. Of the selected
     blocks, min(n, t // l' + 1), its own is one and the others are full: that makes (blocks - 1) l'
     + t % l' + 1 tokens, whichever were selected. In the window it reads min(w, t + 1). These are
-    the sums over t, of one KV head of one layer; a step's are the difference of two. Nothing waits
-    for the device.
+    the sums over t, for one KV head of one layer; a step's are the difference of two. Nothing
+    waits for the device.
     """
     zero = torch.zeros_like(lengths)
     # The j-th token from the end of the first compressed block on reads j // d + 1 keys.
@@ -36,7 +36,7 @@ def keys_read(lengths: Int64[Tensor, " B"], config: NSAConfig) -> Int64[Tensor, 
 def by_branch(
     counts: Int64[Tensor, " 3"], branches: tuple[str, ...], layers: int = 1
 ) -> dict[str, int]:
-    """Those of the branches that are computed; "slc" alone reads compressed keys too, to score."""
+    """Counts of the computed branches; "slc" alone reads compressed keys too, for scoring."""
     read = {*branches, "cmp"} if "slc" in branches else set(branches)
     found = zip(BRANCHES, counts.tolist(), strict=True)
     return {name: count * layers for name, count in found if name in read}

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch stand, and how queries and keys are turned accordingly."""
+"""Positions of the tokens of a batch, and rotary embedding of queries and keys."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from nsa.reference.rotary import rotary_tables, rotate
 
 @dataclass(frozen=True, eq=False)  # torch 2.11 hashes it while it compiles, before it has fields
 class Rotary:
-    """Tables of angles, made once for all layers of a forward; calling it turns q and k."""
+    """Tables of angles, computed once for all layers of a forward; calling it rotates q and k."""
 
     cos: Tensor  # [T, D/2] fp32
     sin: Tensor  # [T, D/2] fp32
@@ -22,7 +22,7 @@ class Rotary:
     positions: Tensor | None = None
 
     def __call__(self, *xs: Float[Tensor, "B T _ D"]) -> list[Float[Tensor, "B T _ D"]]:
-        """Each x turned; queries and keys are best turned by one call."""
+        """Rotate each x; rotate queries and keys in one call for speed."""
         if self.positions is not None and self.positions.dim() == 2:
             end_to_end = Rotary(self.cos, self.sin, self.positions.flatten())
             turned = end_to_end(*(x.flatten(0, 1)[None] for x in xs))
@@ -34,7 +34,7 @@ class Rotary:
         return rotary.rotate(self.cos, self.sin, self.positions, False, list(xs))
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "Rotary":
-        """Tables on that device; accelerate calls it for models spread over several."""
+        """Copy the tables to the device; accelerate calls it for models on several devices."""
         if self.cos.device == torch.device(device):
             return self
         tables = self.cos, self.sin, self.positions
@@ -44,7 +44,7 @@ class Rotary:
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether one kernel turns x; torch.compile makes its own of the plain form."""
+    """True if one kernel rotates x; torch.compile fuses the plain form itself."""
     return (
         x.is_cuda
         and triton.INSTALLED
@@ -61,10 +61,10 @@ def rotary_for(
     device: torch.device,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
 ) -> Rotary:
-    """The angles of `tokens` tokens; with `cu_seqlens` positions restart at 0 in each sequence.
+    """Rotary tables of `tokens` tokens; with `cu_seqlens`, positions restart in each sequence.
 
     Raises ValueError for `cu_seqlens` that are empty or not one-dimensional; the attention checks
-    the borders themselves.
+    the values.
     """
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or len(cu_seqlens) == 0):
         raise ValueError(
@@ -86,14 +86,14 @@ def rotary_for(
 def rotary_after(
     config: ModelConfig, lengths: Int[Tensor, " B"], capacity: int, tokens: int
 ) -> Rotary:
-    """The angles of the next `tokens` tokens of sequences that have `lengths`; the tables are those
-    of all `capacity` positions."""
+    """Rotary tables of the next `tokens` tokens of sequences that have `lengths`; the tables cover
+    all `capacity` positions."""
     base, scale, device = config.rope_base, config.rope_scale, lengths.device
     tables = rotary_tables(capacity, config.head_dim, base, device=device, scale=scale)
     return Rotary(*tables, next_positions(lengths, capacity, tokens))
 
 
 def next_positions(lengths: Int[Tensor, " B"], capacity: int, tokens: int) -> Int[Tensor, "B T"]:
-    """Where the next `tokens` tokens stand; no more than the last position that there is."""
+    """Positions of the next `tokens` tokens, clamped to the last position."""
     steps = torch.arange(tokens, device=lengths.device)
     return (lengths.long()[:, None] + steps).clamp(max=capacity - 1)

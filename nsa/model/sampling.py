@@ -1,4 +1,4 @@
-"""Which token comes next: the most likely one, or one drawn from what the logits allow."""
+"""Choice of the next token: the most likely one, or one drawn from the distribution."""
 
 from dataclasses import dataclass
 
@@ -12,18 +12,18 @@ from nsa.model.data import generator
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 takes the most likely one, the lower id where two tie.
+    """Sampling options. Temperature 0 chooses the most likely token, the lower id in a tie.
 
     Above 0 the logits are divided by it, `top_k` keeps so many of the most likely tokens, and
     `top_p` the fewest whose probability reaches it (nucleus sampling, arXiv 1904.09751), counted
-    among those that top_k leaves. The most likely token always stays.
+    among those that top_k leaves. The most likely token is always kept.
 
-    Sequence i of a batch draws by numbers of (seed, i) alone, made on the CPU: with one seed it
-    gets the same tokens on every device, with a CUDA graph as without, whatever stands beside it.
+    Sequence i of a batch uses random numbers of (seed, i) alone, drawn on the CPU: with one seed it
+    gets the same tokens on every device, with or without a CUDA graph, in any batch.
 
     Raises:
-        TypeError: a number that is none.
-        ValueError: values out of range, or such that would change nothing.
+        TypeError: a value that is not a number.
+        ValueError: values out of range or without effect.
     """
 
     temperature: float = 0.0
@@ -50,7 +50,7 @@ class Sampling:
     def numbers(
         self, batch: int, steps: int, device: torch.device | str = "cpu"
     ) -> Float[Tensor, "STEPS B"]:
-        """The uniform numbers in [0, 1), fp64, by which the next `steps` tokens are drawn."""
+        """Uniform random numbers in [0, 1), fp64, for the next `steps` tokens."""
         if self.temperature == 0.0:
             return torch.zeros(steps, batch, dtype=torch.float64, device=device)
         columns = [
@@ -62,7 +62,7 @@ class Sampling:
     def choose(
         self, logits: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]
     ) -> Int64[Tensor, " B"]:
-        """The next token of each sequence. The host waits for nothing, so a CUDA graph takes it."""
+        """Next token of each sequence. The host never waits, so a CUDA graph can capture it."""
         if self.temperature == 0.0:
             return logits.argmax(dim=-1)
         # stable: of equal tokens the lower id comes first, as argmax has it

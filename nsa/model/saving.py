@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not at all, and checked before anything is put back."""
+"""Checkpoints on disk, written atomically and checked before anything is restored."""
 
 import os
 import pickle
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FORMAT = "nsa training checkpoint"
 VERSION = 1
 NAME = re.compile(r"step-(\d+)\.pt")
-# How a step is computed rather than what: a run may go on with others. The seed has been used.
+# Fields of how a step is computed, not what; a resumed run may change them. The seed is used.
 FREE = {
     "model": {"name", "backend", "checkpoint", "strict"},
     "training": {"accumulate", "compile", "cuda_graph", "nonfinite", "seed"},
@@ -30,10 +30,10 @@ FREE = {
 
 
 def save(trainer: "Trainer", path: str | os.PathLike) -> None:
-    """Writes the trainer's state; rank 0 writes, and the others wait until it has."""
+    """Write the trainer's state; rank 0 writes, and the others wait for it."""
     fresh = not trainer.optimizer.state
     state = trainer.parallel.state(trainer.model, trainer.optimizer)
-    if fresh:  # asking made a state that counts a step
+    if fresh:  # the call created a state that counts a step
         trainer.optimizer.state.clear()
         state.get("optimizer", {})["state"] = {}
     if trainer.parallel.rank == 0:
@@ -56,7 +56,7 @@ def save(trainer: "Trainer", path: str | os.PathLike) -> None:
 
 
 def load(trainer: "Trainer", path: str | os.PathLike) -> None:
-    """Puts back what `save` wrote; nothing is changed where it raises ValueError."""
+    """Restore what `save` wrote; nothing is changed if it raises ValueError."""
     state = newest(path) if Path(path).is_dir() else read(path)
     differing = differences(_configs(trainer), state["configs"])
     if differing:
@@ -84,7 +84,7 @@ def load(trainer: "Trainer", path: str | os.PathLike) -> None:
 
 
 def write(state: dict[str, Any], path: Path) -> None:
-    """The file appears whole, under a new name first; an interruption leaves what was there."""
+    """Write the file atomically, by a temporary name; an interruption keeps the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -108,17 +108,17 @@ def write(state: dict[str, Any], path: Path) -> None:
 
 
 def read(path: str | os.PathLike, kind: str = FORMAT) -> dict[str, Any]:
-    """The state of that kind in a file, on the CPU. Nothing in it is executed. Raises ValueError
-    for a file that is truncated or of something else, and OSError where there is none."""
+    """Read a state of that kind from a file, on the CPU, without executing anything in it. Raises
+    ValueError for a file that is truncated or of another kind, and OSError if there is none."""
     with open(path, "rb") as stream:
         try:
             with zipfile.ZipFile(stream) as archive:
-                damaged = archive.testzip()  # torch itself does not look at its checksums
+                damaged = archive.testzip()  # torch itself does not verify checksums
             if damaged is not None:
                 raise ValueError(f"the checksum of {damaged} is wrong")
             stream.seek(0)
             state = torch.load(stream, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises whatever a foreign file leads it to
+        except Exception as error:  # torch may raise anything for a foreign file
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             if isinstance(error, pickle.UnpicklingError):
                 reason = "it holds more than tensors and plain values"
@@ -136,7 +136,7 @@ def read(path: str | os.PathLike, kind: str = FORMAT) -> dict[str, Any]:
 
 
 def with_names_of_today(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with its parameters, and what an optimizer keeps of them, named as they are now."""
+    """Rename the parameters and their optimizer state to the names of this version."""
     changed = {"model": renamed(state["model"])} if "model" in state else {}
     optimizer = state.get("optimizer")
     if optimizer:
@@ -150,10 +150,10 @@ def with_names_of_today(state: dict[str, Any]) -> dict[str, Any]:
 def load_model(
     path: str | os.PathLike, device: str | torch.device = "cpu", **changes: Any
 ) -> LanguageModel:
-    """The model that `nsa train` left, in evaluation mode: of a run's folder, of a folder of
-    checkpoints its newest, or of a file. `changes` are of how it computes, as backend="triton".
+    """Load a model that `nsa train` saved, in evaluation mode: from a file, or the newest of a
+    run's folder or a folder of checkpoints. `changes` are options such as backend="triton".
 
-    Raises ValueError for what is no checkpoint or another change, FileNotFoundError for nothing.
+    Raises ValueError for an invalid checkpoint or change, FileNotFoundError if there is none.
     """
     for name in changes:
         if name not in FREE["model"]:
@@ -164,7 +164,7 @@ def load_model(
 
 
 def model_of(state: dict[str, Any], **changes: Any) -> LanguageModel:
-    """The model of a checkpoint's state, on the CPU; `changes` are fields of its ModelConfig."""
+    """Model from a checkpoint's state, on the CPU; `changes` are fields of its ModelConfig."""
     with torch.device("meta"):  # nothing is drawn that would be replaced
         model = LanguageModel(ModelConfig.from_dict(state["configs"]["model"]).with_(**changes))
     model.load_state_dict(state["model"], assign=True)
@@ -172,8 +172,8 @@ def model_of(state: dict[str, Any], **changes: Any) -> LanguageModel:
 
 
 def newest(folder: str | os.PathLike) -> dict[str, Any]:
-    """The state of the last step that can be read, in the folder or, of a run, in its checkpoints/;
-    unreadable ones are warned of. Raises FileNotFoundError for a folder without checkpoints,
+    """Read the newest readable state in the folder or, for a run, in its checkpoints/, with a
+    warning for unreadable ones. Raises FileNotFoundError for a folder without checkpoints,
     ValueError if none can be read."""
     below = Path(folder) / "checkpoints"
     folder = below if below.is_dir() else folder
@@ -194,21 +194,21 @@ def newest(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """The folder's checkpoints by step, the last one last."""
+    """Checkpoints of the folder in the order of their steps."""
     named = ((NAME.fullmatch(file.name), file) for file in Path(folder).iterdir())
     return [file for _, file in sorted((int(m[1]), file) for m, file in named if m)]
 
 
 def file_of(path: str | os.PathLike, steps_done: int) -> Path:
-    """`path` if it names a .pt file, else the file of that step in the folder `path`."""
+    """Return `path` if it is a .pt file, else the file of that step in the folder `path`."""
     path = Path(path)
     return path if path.suffix == ".pt" else path / f"step-{steps_done:06d}.pt"
 
 
 def differences(here: dict[str, dict], there: dict[str, dict]) -> list[str]:
-    """What two runs' configs disagree on, e.g. "model dim: 64, 32", but for `FREE` fields.
+    """Differences of two runs' configs, e.g. "model dim: 64, 32", except in `FREE` fields.
 
-    A run that was stored before a field existed had the field's default."""
+    A run stored before a field existed has the field's default."""
     found = []
     for part, free in FREE.items():
         config = {"model": ModelConfig, "training": TrainConfig}[part]
@@ -230,5 +230,5 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _configs(trainer: "Trainer") -> dict[str, dict]:
     training = trainer.config.to_dict()
     if training["schedule"] == "constant":
-        training["steps"] = None  # a run of constant rate has no end to disagree on
+        training["steps"] = None  # a run of constant rate has no end to compare
     return {"model": trainer.model.config.to_dict(), "training": training}

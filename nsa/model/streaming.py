@@ -1,8 +1,8 @@
-"""Real text from Hugging Face as it streams: FineWeb-Edu by default (pip install datasets).
+"""Real text streamed from Hugging Face: FineWeb-Edu by default (pip install datasets).
 
-Each byte that arrives is appended to a file, and a batch is a function of the bytes that lie before
-it. So batches are random access like any other data's, a run can be resumed without the network as
-far as it had come, and two runs on one file see the same text.
+Each byte received is appended to a file, and a batch is a function of the bytes up to it. So
+batches are random access like any other data's, a run can be resumed without the network up to the
+bytes already received, and two runs on one file see the same text.
 """
 
 import fcntl
@@ -30,22 +30,22 @@ FETCHES = 100_000  # documents whose times are kept
 
 
 class NoText(RuntimeError):
-    """The stream cannot be read; the message says what to install or set."""
+    """The stream cannot be read; the message has the package to install or variable to set."""
 
 
 @dataclass
 class Stream:
-    """Documents of a Hugging Face data set as one row of bytes (vocabulary 256), end to end.
+    """Documents of a Hugging Face data set, concatenated to one sequence of bytes (vocabulary 256).
 
-    Batch `step` is the bytes from step * batch * (tokens + 1) on: row by row, without overlap, no
-    byte twice. It is the same for equal (data set, subset, split, seed, shuffle_buffer), sizes and
-    release of the data set, whichever step is asked for first: a step far ahead waits for all the
-    text before it. Text that has arrived is in `cache` and never fetched again.
+    Batch `step` starts at byte step * batch * (tokens + 1): row by row, without overlap, no byte
+    twice. It is the same for equal (data set, subset, split, seed, shuffle_buffer), sizes and
+    release of the data set, whichever step is requested first: a step far ahead waits for all the
+    text before it. Fetched text is kept in `cache` and never fetched again.
 
     Documents are UTF-8 with a zero byte after each, in the order of the stream shuffled in a buffer
-    of `shuffle_buffer` documents by `seed` (0: as they come). After `retries` failed attempts in a
-    row, each twice as long after the last, NoText tells what the last one said. With HF_HUB_OFFLINE
-    set nothing is tried beyond the cache. Processes may share a cache, as ranks do.
+    of `shuffle_buffer` documents by `seed` (0: unshuffled). After `retries` failed attempts in a
+    row, with doubling waits, NoText is raised with the last error. With HF_HUB_OFFLINE set nothing
+    is tried beyond the cache. Processes may share a cache, as ranks do.
     """
 
     dataset: str = FINEWEB_EDU
@@ -78,16 +78,16 @@ class Stream:
         return "/".join(filter(None, (self.dataset, self.subset, self.split)))
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
-        """`batch` passages of `tokens` bytes, and each byte's successor as its target. NoText where
-        text is missing and cannot be fetched, ValueError where the data set ends before."""
+        """`batch` passages of `tokens` bytes, and each byte's successor as its target. NoText if
+        text is missing and cannot be fetched, ValueError if the data set ends before."""
         check_sizes(step, batch, tokens)
         size = batch * (tokens + 1)
         drawn = torch.frombuffer(bytearray(self._read(step * size, size)), dtype=torch.uint8)
         return with_successors(drawn.view(batch, tokens + 1).long(), device)
 
     def record(self) -> dict[str, Any]:
-        """What a run keeps of its text: what was asked for, what has arrived of it, and how fast:
-        "fetch" is what came from the network now rather than out of the cache."""
+        """Record of the text for a run: options, sizes stored, and speed; "fetch" covers text from
+        the network in this process, not from the cache."""
         fetch: dict[str, Any] = {"bytes": self.fetched_bytes, "s": self.fetched_s}
         if self.fetched_s > 0:
             fetch["mib_per_s"] = self.fetched_bytes / 2**20 / self.fetched_s
@@ -115,7 +115,7 @@ class Stream:
         return stored.read(first, count)
 
     def _next(self) -> str | None:
-        """The next document, whatever it takes; None at the end of the data set."""
+        """Fetch the next document, with retries; None at the end of the data set."""
         wait = FIRST_WAIT_S
         for attempt in range(1, self.retries + 1):
             try:
@@ -125,7 +125,7 @@ class Stream:
                 return next(self._documents, None)
             except NoText:
                 raise
-            except Exception as error:  # whatever the network, the hub or a decoder may say
+            except Exception as error:  # any error of the network, the hub or a decoder
                 self._documents = None  # an iterator that raised is over
                 if attempt == self.retries:
                     raise NoText(
@@ -168,14 +168,14 @@ class Stream:
 
 
 def stream(dataset: str = FINEWEB_EDU, seed: int = 1337, **options: Any) -> Stream:
-    """Text from Hugging Face, nothing of it read before the first batch; options as of Stream. Of
-    FineWeb-Edu it is the sample of 10 billion tokens, of other data sets the default subset."""
+    """Text from Hugging Face, not read before the first batch; options as in Stream. FineWeb-Edu:
+    the sample of 10 billion tokens; other data sets: the default subset."""
     subset = options.pop("subset", "sample-10BT" if dataset == FINEWEB_EDU else None)
     return Stream(dataset, subset, seed=seed, **options)
 
 
 class _Stored:
-    """Whole documents in a file, END after each; what a killed process left half is cut off."""
+    """Complete documents in a file, END after each; a killed process's partial one is cut off."""
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ class _Stored:
             stream.truncate(self.bytes)
 
     def refresh(self) -> int:
-        """Bytes up to the end of the last whole document, those of other processes included."""
+        """Bytes up to the end of the last complete document, including those of other processes."""
         place = self.bytes
         with self.file.open("rb") as stream:
             stream.seek(place)
@@ -199,7 +199,7 @@ class _Stored:
         return self.bytes
 
     def add(self, number: int, document: bytes) -> None:
-        """Appends document `number`, unless another process has."""
+        """Append document `number`, unless another process has."""
         with self._locked() as stream:
             self.refresh()
             if self.documents != number:
@@ -216,7 +216,7 @@ class _Stored:
 
     @contextmanager
     def _locked(self) -> Iterator[BinaryIO]:
-        """The file, for this process alone to write; the lock ends with it, however it ends."""
+        """Open the file with an exclusive write lock, which ends with the process in any case."""
         with self.file.open("r+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
             yield stream

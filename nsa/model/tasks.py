@@ -1,11 +1,11 @@
-"""Tasks that a model solves only if its attention reaches what it needs: copy, needle, recall.
+"""Tasks that a model solves only if its attention works at a distance: copy, needle, recall.
 
-Random bytes stay at a loss of log(vocab) whether or not a model attends to anything, and on text a
-broken attention is only a little worse. Here a model that does not reach back answers by chance.
+On random bytes the loss stays at log(vocab) with any attention, and on text a broken attention is
+only slightly worse. Here a model that does not attend far enough answers at chance level.
 
-Batches are as in `nsa.model.data`. A target is -100 where nothing can be known, and every row
-scores the same number of tokens. Further ids than MARK are split between symbols, keys, values and
-filler as each task says.
+Batches are as in `nsa.model.data`. A target is -100 where it is unpredictable, and every row
+scores the same number of tokens. Ids above MARK are split between symbols, keys, values and
+filler as documented in each task.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,22 +19,22 @@ from nsa.model.config import keep_int
 from nsa.model.data import EVALUATION, IGNORED, Batch, Data, Device, check_sizes, generator
 from nsa.model.train_config import autocast
 
-MARK = 0  # starts a string, or asks for what follows a key
+MARK = 0  # starts a string, or queries the value of a key
 
 
 class Task:
-    """Data whose answers can be counted."""
+    """Data with answers whose accuracy can be measured."""
 
     seed: int
     vocab: int
 
     @property
     def chance(self) -> float:
-        """Accuracy of a model that knows the task's rules and sees nothing of the row."""
+        """Accuracy of a model that follows the task's rules without attending to the row."""
         raise NotImplementedError
 
     def record(self) -> dict[str, Any]:
-        """What it is: its name, its fields and its chance."""
+        """Name, fields and chance of the task."""
         return {"name": type(self).__name__.lower(), **asdict(self), "chance": self.chance}
 
     def check_ints(self, **least: int) -> None:
@@ -49,13 +49,13 @@ def scored(ids: Int64[Tensor, "B T1"], answers: Int64[Tensor, "B S"], device: De
 
 
 def limits(given: int | tuple[int, int] | None, most: int) -> tuple[int, int]:
-    """(least, most) to draw from: as given, or `most` itself."""
+    """Range (least, most) to draw from: `given`, or `most` alone if that is None."""
     given = most if given is None else given
     return (given, given) if isinstance(given, int) else given
 
 
 def check_range(name: str, given: Any, least: int) -> None:
-    """Raises unless it is None, a number or a pair (least, most), none of them too small."""
+    """Raise unless it is None, a number or a pair (least, most), all at least `least`."""
     if given is None:
         return
     pair = given if isinstance(given, tuple) else (given, given)
@@ -67,13 +67,13 @@ def check_range(name: str, given: Any, least: int) -> None:
 
 @dataclass(frozen=True)
 class Copy(Task):
-    """A random string, marked, and once more after a second mark: each symbol of that is scored.
+    """A random string after a mark and its copy after a second mark, whose symbols are scored.
 
-    No symbol comes twice in a string, so the one before tells which is next: two layers can do it,
-    one that tells each token its predecessor and one that looks for the token whose predecessor
-    equals the present one. Filler (id 1) stands before the string and between it and the second
-    mark; `distance` is from a symbol to its copy, the largest that fits by default, or drawn anew
-    for each row from a pair (least, most).
+    No symbol occurs twice in a string, so each determines the next: two layers suffice, one that
+    copies each token's predecessor to it and one that finds the token whose predecessor equals
+    the current one. Filler (id 1) is before the string and between it and the second mark;
+    `distance` is from a symbol to its copy: the largest that fits by default, or drawn for each
+    row from a pair (least, most).
     """
 
     seed: int = 1337
@@ -92,12 +92,12 @@ class Copy(Task):
 
     @property
     def chance(self) -> float:
-        """Of the symbols that have not come yet, one is next."""
+        """Mean of 1 / (number of symbols that have not occurred yet)."""
         left = [1 / (self.vocab - 2 - given) for given in range(self.length)]
         return sum(left) / len(left)
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
-        """ValueError where `tokens` tokens do not hold the two strings at their distance."""
+        """Draw a batch. ValueError if the strings at their distance do not fit in `tokens`."""
         check_sizes(step, batch, tokens)
         # Symbols at first + 1 .., copies `distance` later, the last of which is the last target.
         longest = tokens - self.length
@@ -122,15 +122,15 @@ class Copy(Task):
 
 @dataclass(frozen=True)
 class Needle(Task):
-    """A value hidden in filler and asked for at the end of the row: one scored token.
+    """A value hidden in filler and queried at the end of the row: one scored token.
 
     Without keys (`pairs` = 1) the only value in the row is the answer, and one layer finds it. With
-    more pairs each value follows a key of its own, the question is a mark and one of the keys, and
-    it takes two layers, as in Copy. Filler is drawn uniformly from `filler` ids.
+    more pairs each value follows its own key, the question is a mark and one of the keys, and two
+    layers are needed, as in Copy. Filler is drawn uniformly from `filler` ids.
 
-    `distance` is from the question (the last token) to the value asked for: a number, a pair
-    (least, most) to draw from, or None for any that fits. So (w, w) puts it one token outside a
-    window of w, and (w - 1, w - 1) just inside.
+    `distance` is from the question (the last token) to its value: a number, a pair (least, most)
+    to draw from, or None for any that fits. So (w, w) puts it one token outside a window of w,
+    and (w - 1, w - 1) just inside.
     """
 
     seed: int = 1337
@@ -152,7 +152,7 @@ class Needle(Task):
 
     @property
     def keys(self) -> int:
-        """Ids that are left for keys."""
+        """Number of ids used as keys."""
         return self.vocab - 1 - self.values - self.filler
 
     @property
@@ -161,7 +161,7 @@ class Needle(Task):
         return 1 / self.values
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
-        """ValueError where `tokens` tokens do not hold the pairs, or one at the distance."""
+        """Draw a batch. ValueError if the pairs, or one at the distance, do not fit in `tokens`."""
         check_sizes(step, batch, tokens)
         random = generator(self.seed, step)
         keyed = self.pairs > 1
@@ -200,12 +200,12 @@ class Needle(Task):
 
 @dataclass(frozen=True)
 class Recall(Task):
-    """Multi-query associative recall (arXiv 2312.04927): pairs first, then every key once more.
+    """Multi-query associative recall (arXiv 2312.04927): pairs first, then every key again.
 
     `pairs` keys, each followed by its value; then `gap` tokens of filler (id 1), as many as fit by
     default or drawn for each row from a pair (least, most); then the same keys in another order,
-    each followed by its value, all of which are scored. What is left stands in front as filler.
-    Keys and values share the rest of the vocabulary half and half.
+    each followed by its value, all of which are scored. The rest of the row is filler in front.
+    Keys and values are each half of the rest of the vocabulary.
     """
 
     seed: int = 1337
@@ -224,7 +224,7 @@ class Recall(Task):
 
     @property
     def symbols(self) -> int:
-        """Keys, and as many values."""
+        """Number of keys, which is also that of values."""
         return (self.vocab - 2) // 2
 
     @property
@@ -233,7 +233,7 @@ class Recall(Task):
         return 1 / self.symbols
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
-        """ValueError where `tokens` tokens do not hold every pair twice, and the gap."""
+        """Draw a batch. ValueError if every pair twice and the gap do not fit in `tokens`."""
         check_sizes(step, batch, tokens)
         width = 2 * self.pairs
         room = tokens + 1 - 2 * width  # the last value is a target only
@@ -261,7 +261,7 @@ TASKS = {task.__name__.lower(): task for task in (Copy, Needle, Recall)}
 
 
 def task(name: str, **fields: Any) -> Task:
-    """The task of that name ("copy", "needle", "recall"); lists, as JSON has them, are pairs."""
+    """Create the task of that name ("copy", "needle", "recall"); lists, as in JSON, are pairs."""
     if name not in TASKS:
         raise ValueError(f"no task {name!r}; there are {', '.join(TASKS)}")
     return TASKS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
@@ -278,9 +278,9 @@ def accuracy(
     first_step: int = EVALUATION,
     precision: str = "fp32",
 ) -> float:
-    """The share of scored targets that the model's most likely id meets, on batches of its own.
+    """Fraction of scored targets that the model's most likely id equals, on separate batches.
 
-    They are the steps from `first_step` on, which no training run reaches. "bf16" and "fp16" are
+    Their steps start at `first_step`, which no training run reaches. "bf16" and "fp16" are
     autocast. Waits for the device once.
     """
     device = next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""The training loop: one step for notebooks, trials and torchrun, and phases to be observed."""
+"""The training loop: one step for notebooks, trials and torchrun, with observable phases."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,9 +23,9 @@ DDP_WARMUP = 11  # DDP times its first ten steps by events, which a graph cannot
 
 
 class Trainer:
-    """Trains a LanguageModel, one batch a step; every rank of a job runs one.
+    """Trainer of a LanguageModel, one batch per step; every rank of a job runs one.
 
-    Each rank draws the same batch and takes its rows, micro-batch by micro-batch. Losses and
+    Each rank draws the same batch and uses its rows, micro-batch by micro-batch. Losses and
     gradients are means over the scored targets of the whole batch, however it is split; each
     micro-batch needs at least one. Weights, AdamW's states and gradients are fp32; "bf16" and
     "fp16" are autocast over them, and fp16 scales the loss and skips a step that overflows.
@@ -33,19 +33,19 @@ class Trainer:
     Observers may have on_start(trainer), called once; on_phase(name, step), called at the start of
     "data", "forward", "backward" and "optimizer" and with "end" after the step; on_step(step,
     loss), called after that with this rank's loss still on its device; close(). Each micro-batch
-    has a "forward" and a "backward". Gradients can be looked at when "optimizer" starts; they are
-    gone at "end". A step out of a CUDA graph is "data", "graph", "end". Methods are looked up when
-    observers are given, so without any a step pays for six empty loops, 0.7 us.
+    has a "forward" and a "backward". Gradients exist when "optimizer" starts and are freed at
+    "end". A step from a CUDA graph is "data", "graph", "end". Methods are looked up when observers
+    are set, so without any a step costs six empty loops, 0.7 us.
 
     With config.nonfinite a step whose loss or gradient norm is not finite on any rank changes no
-    weight on all of them, decided on the device; under "stop" no later step does either. `vitals`,
+    weight on any of them, decided on the device; under "stop" no later step does either. `vitals`,
     [4] fp32 on the device, then hold the last step's loss (a mean over ranks), the gradient's norm
     over the whole model before clipping, fp16's loss scale (else 1), and the share of ranks that
     called `vote`: all ranks read the same, so that they can end after the same step.
 
-    `model` is the bare model, `wrapped` what is called: the model, or DDP around it. Raises
-    ValueError for weights narrower than fp32, a batch that cannot be split over the ranks, and a
-    CUDA graph that cannot be had.
+    `model` is the unwrapped model, `wrapped` is called: the model, or DDP around it. Raises
+    ValueError for weights narrower than fp32, a batch that cannot be split over the ranks, and an
+    unsupported CUDA graph.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class Trainer:
         scaled = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.vitals: Tensor | None = None
-        # Not a number of Python's: a captured step reads them anew in each replay.
+        # Tensors, not Python numbers: a captured step rereads them in each replay.
         self._seed, self._vote = (torch.full((), x, device=self.device) for x in (1.0, 0.0))
         self.steps_done = 0
-        self._tried = 0  # steps taken, and skipped ones; steps_done also counts those passed over
+        self._tried = 0  # attempted steps, skipped ones too; steps_done adds those passed over
         self._captured = self._capture()
         self.observers = observers
 
     @property
     def observers(self) -> tuple[Any, ...]:
-        """The observers of the steps; may be replaced between steps."""
+        """Observers of the steps; may be replaced between steps."""
         return self._observers
 
     @observers.setter
@@ -107,20 +107,20 @@ class Trainer:
             start(self)
 
     def vote(self) -> None:
-        """Asks the other ranks to end the training: from the next gradients on `vitals` say so."""
+        """Vote to end the training; `vitals` has the votes, starting with the next gradients."""
         self._vote.fill_(1.0)
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that changed no weight: fp16's overflows, or not finite. Waits for the device."""
+        """Steps that changed no weight (fp16 overflow or not finite). Waits for the device."""
         counts = [state["step"] for state in self.optimizer.state.values() if "step" in state]
         return self._tried - (int(torch.stack(counts).max()) if counts else 0)
 
     def step(self, step: int) -> Tensor:
-        """Trains on batch number `step`; returns the loss, fp32, without waiting for the device.
+        """Train on batch number `step`; return the loss, fp32, without waiting for the device.
 
-        It is this rank's share, whose mean over ranks is the batch's loss: a step pays for no
-        collective but the gradients'.
+        It is this rank's share, whose mean over ranks is the batch's loss: a step has no collective
+        except the gradients'.
         """
         with witness.where(step=step):
             self._enter("data", step)
@@ -141,10 +141,10 @@ class Trainer:
         return loss
 
     def run(self, steps: int) -> list[float]:
-        """Trains the next `steps` steps; returns their losses in nats, means over all ranks.
+        """Train the next `steps` steps; return their losses in nats, means over all ranks.
 
         Waits for the device once, and has one collective for the losses, at the end. If attention
-        outputs were not finite, one RuntimeWarning names the place of the first: at once on a CPU,
+        outputs were not finite, one RuntimeWarning has the place of the first: at once on a CPU,
         at the end on a GPU. An open `witness.recording()` counts them as well.
         """
         self.model.train()
@@ -157,9 +157,9 @@ class Trainer:
     def evaluate(
         self, batches: int, *, first_step: int = EVALUATION, data: Data | None = None
     ) -> float:
-        """The loss in nats without training, a mean over `batches` batches and all ranks.
+        """Loss in nats without training, a mean over `batches` batches and all ranks.
 
-        They are those of `data`, or of the training data, from `first_step` on, by default beyond
+        They come from `data`, or the training data, and start at `first_step`, by default beyond
         every training step. Waits for the device once.
         """
         if batches < 1:
@@ -176,33 +176,33 @@ class Trainer:
         return float(self.parallel.mean(torch.stack(losses).mean()))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes all that a resumed run needs; a folder gets step-000500.pt. All ranks must call.
-        The file is there whole or not at all: what `path` held before stays until then."""
+        """Write all that a resumed run needs; a folder gets step-000500.pt. A collective call. The
+        file is written atomically: the previous content of `path` stays until then."""
         saving.save(self, path)
 
     def load(self, path: str | os.PathLike) -> None:
-        """Goes on from a file of `save`, bit for bit; of a folder, from its newest readable one.
+        """Resume bitwise from a file of `save`, or from the newest readable one of a folder.
 
-        On a GPU torch sums an embedding's gradient in any order, so that no two trainings are
-        alike, restarted or not, but under `torch.use_deterministic_algorithms(True)`.
+        On a GPU torch sums an embedding's gradient in any order, so no two trainings are bitwise
+        equal, resumed or not, except under `torch.use_deterministic_algorithms(True)`.
 
-        Raises ValueError for a file that is truncated, of something else, or of another config,
-        naming the fields that differ; FileNotFoundError where there is none.
+        Raises ValueError for a file that is truncated, of another kind, or of another config, with
+        the fields that differ; FileNotFoundError if there is none.
         """
         saving.load(self, path)
         self._seed.fill_(1.0)
         self._captured = self._capture()  # the old one reads what was replaced
 
     def close(self) -> None:
-        """Closes the observers and lets go of a captured step; a process group is closed after."""
+        """Close the observers and release a captured step; close the process group afterwards."""
         for close in _methods(self._observers, "close"):
             close()
         if self._captured is not None:
             self._captured.release()
 
     def _train_on(self, share: Share, enter: Callable[[str], None]) -> tuple[Tensor, ...]:
-        """Forward, backward and optimizer of a batch on the device: its loss, and the vitals."""
-        self._drop_gradients()  # left over from before, they would be added to
+        """Forward, backward and optimizer of a batch on the device; return loss and vitals."""
+        self._drop_gradients()  # old ones would be accumulated into
         loss, parts, guarded = None, share.micro(), self.config.nonfinite is not None
         for index, part in enumerate(parts):
             with self.parallel.micro(self.wrapped, last=index == len(parts) - 1):
@@ -210,7 +210,7 @@ class Trainer:
                 weighed = self._loss(*part)
                 enter("backward")
                 # A loss that is not finite makes every gradient NaN, on all ranks when they are
-                # averaged: the norm, which all have, says it without a collective of its own.
+                # averaged: the norm, which all ranks have, shows it without another collective.
                 seed = weighed.detach() * 0.0 + self._seed if guarded else None
                 self.scaler.scale(weighed).backward(seed)
             loss = weighed.detach() if loss is None else loss + weighed.detach()
@@ -222,7 +222,7 @@ class Trainer:
         return loss, *vitals
 
     def _clip(self) -> Tensor | None:
-        """Clips the gradient; its norm before, where it is clipped or guarded."""
+        """Clip the gradient; return its norm before, None if neither clipped nor checked."""
         if self.config.clip is None and self.config.nonfinite is None:
             return None
         self.scaler.unscale_(self.optimizer)
@@ -231,16 +231,16 @@ class Trainer:
         return self.parallel.clip(self.parameters, self.config.clip)
 
     def _look(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """The vitals; under "stop" the seed of later gradients becomes NaN if they are bad."""
+        """Compute the vitals; under "stop" nonfinite ones make the seed of later gradients NaN."""
         mean, votes = self.parallel.mean(torch.stack([loss, self._vote])).unbind()
         scale = self.scaler.scale(torch.ones_like(mean))
         if self.config.nonfinite == "stop":
-            # the scaler's own skipped steps are fp16's everyday
+            # steps skipped by the scaler are normal in fp16
             self._seed.add_((mean if self.scaler.is_enabled() else norm) * 0.0)
         return torch.stack([mean, norm.float(), scale, votes])
 
     def _update(self, norm: Tensor | None) -> None:
-        """AdamW's step, without effect where the norm is not finite."""
+        """Run AdamW's step, without effect if the norm is not finite."""
         optimizer = self.optimizer
         if norm is None or self.scaler.is_enabled():
             self.scaler.step(optimizer)  # a fused AdamW skips on the device
@@ -284,13 +284,13 @@ def _methods(observers: Iterable[Any], name: str) -> tuple[Any, ...]:
 
 
 def warmup_steps(parallel: Parallel) -> int:
-    """How many steps run as they are before one is captured."""
+    """Number of eager steps before the captured one."""
     return DDP_WARMUP if parallel.kind == "ddp" else WARMUP
 
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is launched inside goes to `stream`, after and before all that the current one gets."""
+    """Launch work inside on `stream`, ordered after and before the current stream's work."""
     if stream is None:
         yield
         return
@@ -304,9 +304,9 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 class CapturedStep:
     """body(share) -> (loss, ...), replayed from a CUDA graph.
 
-    The first `warmup` calls run the body as it is, on the stream of the later capture, on which
-    DDP must have been made too; the next one captures it. Inputs are copied into buffers that the
-    graph reads, so batches must keep their shapes. What the graph allocates stays allocated. Ranks
+    The first `warmup` calls run the body eagerly, on the stream of the later capture, on which DDP
+    must have been constructed too; the next one captures it. Inputs are copied into buffers that
+    the graph reads, so batches must keep their shapes. The graph's memory stays allocated. Ranks
     capture and replay together, and must `release` it before they leave the process group.
     """
 
@@ -336,7 +336,7 @@ class CapturedStep:
         return tuple(x.clone() for x in self.found)  # the next replay overwrites them
 
     def release(self) -> None:
-        """Waits for the graph and lets go of it and its memory; the next call captures another."""
+        """Wait for the graph and free it and its memory; the next call captures another."""
         if self.graph is not None:
             torch.cuda.synchronize(self.device)
             self.graph.reset()
@@ -344,14 +344,14 @@ class CapturedStep:
 
     def _capture(self, share: Share) -> None:
         self.buffers, graph = share.each(Tensor.clone), torch.cuda.CUDAGraph()
-        # Other threads pin memory meanwhile, which is theirs to do.
+        # Other threads may pin memory meanwhile.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.found = self.body(self.buffers)
         self.graph = graph
 
 
 def check_capturable(config: TrainConfig, device: torch.device, parallel: Parallel) -> None:
-    """Raises ValueError where a whole step cannot be a CUDA graph, saying why."""
+    """Raise ValueError, with the reason, if a whole step cannot be a CUDA graph."""
     ddp = parallel.kind == "ddp" and dist.is_initialized()
     sent_by = dist.get_backend() if ddp else "nccl"
     reasons = {

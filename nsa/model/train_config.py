@@ -1,4 +1,4 @@
-"""How a training is made: its settings, optimizer, learning-rate schedule and precision."""
+"""Training configuration: settings, optimizer, learning-rate schedule and precision."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -16,11 +16,11 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a Trainer trains: sizes, AdamW, its learning rate, precision, and how steps are run.
+    """Settings of a Trainer: sizes, AdamW, learning rate, precision, and execution of steps.
 
     Raises:
-        TypeError: a size that is not an int, a rate that is not a number, a switch that is no bool.
-        ValueError: values that are unknown or do not fit; the message says what would do.
+        TypeError: a size that is not an int, a rate that is not a number, a flag that is no bool.
+        ValueError: values that are unknown or do not fit; the message suggests valid ones.
     """
 
     batch: int  # sequences of one optimizer step of the whole job: all ranks and micro-batches
@@ -30,14 +30,14 @@ class TrainConfig:
     min_lr: float = 0.0
     schedule: str = "constant"
     warmup_steps: int = 10
-    clip: float | None = 1.0  # norm of the gradient; None: it is left as it is
+    clip: float | None = 1.0  # maximum norm of the gradient; None: no clipping
     weight_decay: float = 0.1  # of matrices; norms and biases have none
     betas: tuple[float, float] = (0.9, 0.95)
     accumulate: int = 1  # micro-batches of a step, on each rank
     precision: str = "fp32"
     compile: bool = False  # torch.compile of each block
     cuda_graph: bool = False  # the whole step as one CUDA graph
-    nonfinite: str | None = None  # such a step is left out: "skip"; all after it too: "stop"
+    nonfinite: str | None = None  # "skip" such a step; "stop": skip all after it too
     seed: int | None = None  # draws the weights anew; None keeps them
 
     def __post_init__(self) -> None:
@@ -75,9 +75,9 @@ class TrainConfig:
             )
 
     def rate(self, step: int) -> float:
-        """The learning rate of step number `step`, counted from 0.
+        """Learning rate of step number `step`, counted from 0.
 
-        It rises by lr / warmup_steps a step and is `lr` for the first time at step warmup_steps -
+        It rises by lr / warmup_steps per step and first reaches `lr` at step warmup_steps -
         1. "cosine" then falls, to `min_lr` at the last of `steps` steps, and stays there.
         """
         if step + 1 < self.warmup_steps:
@@ -88,29 +88,29 @@ class TrainConfig:
         return self.min_lr + (self.lr - self.min_lr) * 0.5 * (1.0 + cos(pi * min(1.0, done)))
 
     def with_(self, **changes: Any) -> "TrainConfig":
-        """A copy with some fields changed. Raises ValueError for a field it does not have."""
+        """Return a copy with some fields changed. Raises ValueError for an unknown field."""
         check_names(type(self), changes)
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON; `from_dict` brings the same config back."""
+        """Plain values for JSON; `from_dict` restores the same config."""
         return asdict(self) | {"betas": list(self.betas)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
-        """The config that `to_dict` described. Raises ValueError for names unknown or missing."""
+        """Restore the config from `to_dict`. Raises ValueError for names unknown or missing."""
         check_complete(cls, values)
         betas = values.get("betas", cls.betas)
         if len(betas) != 2:
             raise ValueError(f"betas={betas} must be two numbers, e.g. {cls.betas}")
-        return cls(**{**values, "betas": tuple(betas)})  # JSON knows lists only
+        return cls(**{**values, "betas": tuple(betas)})  # JSON has only lists
 
 
 def adamw(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
-    """torch's fused AdamW on a GPU, where it also takes a loss scaler's decisions without a sync.
+    """torch's AdamW, fused on a GPU, where it applies a loss scaler's decisions without a sync.
 
-    Matrices, and anything of more dimensions, decay; norms and biases do not. With a CUDA graph its
-    rate is a tensor: a graph repeats numbers, and reads tensors anew.
+    Tensors of two or more dimensions decay; norms and biases do not. With a CUDA graph its rate is
+    a tensor: a graph bakes in numbers, and rereads tensors.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay}
@@ -125,7 +125,7 @@ def adamw(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets every group's learning rate, in place where it is a tensor."""
+    """Set every group's learning rate, in place if it is a tensor."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -134,7 +134,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raises ValueError unless the weights are wide enough to be trained as they are."""
+    """Raise ValueError unless the weights' dtype is wide enough for training."""
     would_do = (
         "keep the weights fp32 (model.float()) and let autocast compute: precision='bf16' would do"
     )
@@ -154,7 +154,7 @@ def check_weights(model: nn.Module) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """What a forward runs under: autocast to bf16 or fp16 over fp32 weights, or nothing."""
+    """Context of a forward: autocast to bf16 or fp16 over fp32 weights, or a null context."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, AUTOCAST[precision])

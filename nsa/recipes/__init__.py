@@ -1,1 +1,1 @@
-"""Training loops of others with NSA in them, to be run as they are or copied; docs/recipes.md."""
+"""Training loops of other libraries with NSA, to run unchanged or to copy; docs/recipes.md."""

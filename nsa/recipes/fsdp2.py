@@ -1,9 +1,9 @@
-"""A training loop on FSDP2 that needs PyTorch alone, to be run as it is or copied.
+"""A training loop on FSDP2 that needs only PyTorch, to run unchanged or to copy.
 
     torchrun --nproc-per-node 8 -m nsa.recipes.fsdp2 --preset production --folder runs/mine
 
-The next run with that folder goes on where it ended, on any number of ranks. `nsa train --parallel
-fsdp` does more; this is what it takes in a loop of your own, for `nsa.hf.NSAForCausalLM` as well.
+The next run with that folder resumes where it ended, on any number of ranks. `nsa train --parallel
+fsdp` does more; this is the code needed in your own loop, for `nsa.hf.NSAForCausalLM` as well.
 """
 
 import argparse
@@ -38,11 +38,11 @@ def shard(
     param_dtype: torch.dtype = torch.bfloat16,
     recompute: bool = True,
 ) -> nn.Module:
-    """The model, sharded in place: each block, and then the rest. Make the optimizer afterwards.
+    """Shard the model in place: each block, then the rest. Create the optimizer afterwards.
 
     Parameters and the optimizer's state are fp32 shards; blocks compute in `param_dtype`, norms and
-    the residual stream included, and gradients are summed in fp32. `recompute` keeps a block's
-    input alone for the backward.
+    the residual stream included, and gradients are summed in fp32. `recompute` keeps only a block's
+    input for the backward.
     """
     # Inputs are not cast, because the angles among a block's stay in fp32.
     policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
@@ -61,8 +61,8 @@ def step(
     targets: Tensor,
     max_norm: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """One step on this rank's rows [B, T] int64, of which every rank has as many: (the loss, the
-    gradient's norm before clipping), both of all ranks' rows."""
+    """Run one step on this rank's rows [B, T] int64, equally many on every rank; return (loss,
+    gradient norm before clipping), both over all ranks' rows."""
     _, loss = model(tokens, targets)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -72,7 +72,7 @@ def step(
 
 
 def mean(x: Tensor) -> Tensor:
-    """The mean of x over ranks."""
+    """Return the mean of x over ranks."""
     if not dist.is_initialized():
         return x
     total = x.clone()
@@ -81,14 +81,14 @@ def mean(x: Tensor) -> Tensor:
 
 
 def save(folder: str | os.PathLike, model: nn.Module, optimizer: Any, done: int) -> None:
-    """Writes a checkpoint after `done` steps; each rank writes its own shards."""
+    """Write a checkpoint after `done` steps; each rank writes its own shards."""
     weights, state = get_state_dict(model, optimizer, options=OPTIONS)
     dcp.save({"model": weights, "optimizer": state, "done": done}, checkpoint_id=folder)
 
 
 def load(folder: str | os.PathLike, model: nn.Module, optimizer: Any) -> int:
-    """Puts a checkpoint into the model and the optimizer, however many ranks wrote it and however
-    many read it, one process without FSDP2 included; returns `done`."""
+    """Load a checkpoint into the model and the optimizer, with any numbers of writing and reading
+    ranks, one process without FSDP2 included; return `done`."""
     weights, state = get_state_dict(model, optimizer, options=OPTIONS)
     held = {"model": weights, "optimizer": state, "done": 0}
     dcp.load(held, checkpoint_id=folder)
@@ -103,13 +103,13 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: Any) -> int:
 
 
 def newest(folder: Path) -> Path | None:
-    """The latest of the checkpoints "step-N" in the folder that were written to their end."""
+    """Return the latest complete checkpoint "step-N" in the folder."""
     whole = [file.parent for file in folder.glob("step-*/.metadata")]
     return max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Trains on the bytes of Python's own sources, and returns the losses."""
+    """Train on the bytes of Python's own sources, and return the losses."""
     parser = argparse.ArgumentParser(prog="nsa.recipes.fsdp2", description=main.__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="smoke")
     parser.add_argument("--folder", type=Path, required=True, help="checkpoints, read and written")

@@ -1,8 +1,8 @@
-"""NSA as a model of torchtitan 0.3: its configs, its sharding, its names in Hugging Face's layout.
+"""NSA as a model of torchtitan 0.3: configs, sharding, names in Hugging Face's layout.
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module nsa.recipes.torchtitan --config small
 
-`--module` takes any module that can be imported, so that nothing is registered in torchtitan. Data
+`--module` accepts any importable module, so nothing is registered in torchtitan. Supported: data
 parallelism over any number of ranks (FSDP2, HSDP), activation checkpointing, compilation layer by
 layer and torchtitan's checkpoints, also in Hugging Face's layout; no tensor, context or pipeline
 parallelism.
@@ -36,17 +36,17 @@ BASE = "model."  # before all other names in NSAForCausalLM
 
 
 class NSAModel(LanguageModel, BaseModel):
-    """A LanguageModel that torchtitan's Trainer builds, draws and calls."""
+    """LanguageModel with the interface of torchtitan's Trainer."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
         model: ModelConfig
 
         def update_from_config(self, *, config: Trainer.Config, **_: Any) -> None:
-            """Nothing of the trainer's config changes the model."""
+            """Do nothing: the trainer's config does not change the model."""
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-            """(parameters, operations of a training step for each of its tokens)."""
+            """(number of parameters, operations of a training step per token)."""
             flops = step_flops(self.model, seq_len, 1).total // seq_len
             return sum(p.numel() for p in model.parameters()), flops
 
@@ -54,8 +54,8 @@ class NSAModel(LanguageModel, BaseModel):
         super().__init__(config.model)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, **_: Any) -> Tensor:
-        """Logits [B, T, V]. Where positions [B, T] begin at 0 again another document begins, which
-        does not see those before it."""
+        """Logits [B, T, V]. Where positions [B, T] restart at 0, a new document begins, which does
+        not see those before it."""
         if positions is None:
             return super().forward(tokens)[0]
         first = positions == 0
@@ -63,19 +63,19 @@ class NSAModel(LanguageModel, BaseModel):
         end = torch.tensor([tokens.numel()], device=tokens.device)
         borders = torch.cat([first.flatten().nonzero()[:, 0], end]).int()
         x = self.hidden(tokens.view(1, -1), borders)
-        return self.logits(x.view(*tokens.shape, -1))  # logits that are a view would be no good
+        return self.logits(x.view(*tokens.shape, -1))  # the logits must not be a view
 
     def get_submodule(self, target: str) -> nn.Module:
-        """By torchtitan's name for the layers too."""
+        """Return a submodule, also by torchtitan's name for the layers."""
         return super().get_submodule(LAYERS if target == "layers" else target)
 
     def verify_module_protocol(self) -> None:
-        """Layers here are plain modules of torch, which `init_states` knows how to draw."""
+        """Do nothing: layers here are plain torch modules, which `init_states` initializes."""
 
     @torch.no_grad()
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
-        """Draws the weights, layer by layer: each rank draws a whole layer and keeps its shards, so
-        that the model begins alike on any number of ranks."""
+        """Draw the weights layer by layer: each rank draws a whole layer and keeps its shards, so
+        that initialization does not depend on the number of ranks."""
         with torch.device(self.norm.weight.device):
             ends = LanguageModel(self.config.with_(layers=1, checkpoint=""))
             for index, layer in enumerate(self.get_submodule("layers")):
@@ -102,8 +102,8 @@ def parallelize(
     ac_config: Any,
     dump_folder: str,
 ) -> NSAModel:
-    """Recomputes, compiles and shards each layer, and then the rest. ValueError for parallelism
-    that cuts heads or sequences, which no kernel of NSA's takes."""
+    """Recompute, compile and shard each layer, and then the rest. ValueError for parallelism that
+    splits heads or sequences, which no NSA kernel supports."""
     has_not = [n for n in ("tp", "cp", "pp", "ep") if getattr(parallel_dims, f"{n}_enabled")]
     if has_not:
         got = ", ".join(f"{n} = {getattr(parallel_dims, n)}" for n in has_not)
@@ -133,7 +133,7 @@ def parallelize(
 
 
 class HFNames(StateDictAdapter):
-    """The names of nsa.hf.NSAForCausalLM, for checkpoints in Hugging Face's layout."""
+    """Parameter names of nsa.hf.NSAForCausalLM, for checkpoints in Hugging Face's layout."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         ours, theirs = HEAD
@@ -146,7 +146,7 @@ class HFNames(StateDictAdapter):
 
 
 def spec(model: ModelConfig) -> ModelSpec:
-    """Returns the `model_spec` of a Trainer.Config for such a model."""
+    """Return the `model_spec` of a Trainer.Config for such a model."""
     return ModelSpec(
         name="nsa",
         flavor=model.name,
@@ -159,15 +159,15 @@ def spec(model: ModelConfig) -> ModelSpec:
 
 
 def small() -> Trainer.Config:
-    """The preset "production" over the tokens of the tokenizer in hf_assets_path, to begin with:
-    every field can be set on the command line."""
+    """Starting config: the preset "production" with the tokenizer in hf_assets_path; every field
+    can be set on the command line."""
     model = preset("production", vocab=128256)
     return Trainer.Config(
         model_spec=spec(model),
         loss=CrossEntropyLoss.Config(global_vocab_size=model.vocab),
         optimizer=default_adamw(lr=3e-4),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=200),
-        # A step looks at where documents begin, for which the host waits.
+        # A step reads the starts of documents, for which the host waits.
         training=TrainingConfig(
             local_batch_size=1, seq_len=8192, steps=1000, disable_cuda_graphs=True
         ),

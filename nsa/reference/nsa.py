@@ -21,7 +21,7 @@ BRANCHES = ("cmp", "slc", "win")
 
 @dataclass
 class Result:
-    """What one call computed; `branches` and `lse` have an entry for each branch asked for."""
+    """Results of one call; `branches` and `lse` have an entry for each requested branch."""
 
     o: Tensor  # [B, T, HQ, DV]
     branches: dict[str, Tensor]  # each [B, T, HQ, DV], before the gates
@@ -48,7 +48,7 @@ def nsa(
 
     k[branch] is [B, T, HKV, D] and v[branch] [B, T, HKV, DV]; "slc" also needs k["cmp"] to score
     blocks, unless `blocks` hands the selection in. `scale` defaults to D ** -0.5. With
-    `cu_seqlens` [N + 1] (B = 1) each sequence is a world of its own. Any floating dtype; fp64 is
+    `cu_seqlens` [N + 1] (B = 1) sequences are independent. Any floating dtype; fp64 is
     exact. No gradient flows through the selection. With `sinks` [HQ], or [HQ, 3] for the branches,
     the denominator of each softmax has e^sink as well, which no value belongs to; the selection is
     scored without.

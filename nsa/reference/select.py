@@ -1,4 +1,4 @@
-"""Which blocks a query selects: importance from the compressed probabilities, then top n."""
+"""Selection of blocks by a query: importance from the compressed probabilities, then top n."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -54,7 +54,7 @@ def select(
 def selected_tokens(
     blocks: Int[Tensor, "B T HKV N"], keys: int, config: NSAConfig
 ) -> Bool[Tensor, "B HKV T S"]:
-    """Which of `keys` tokens lie in a query's blocks. Says nothing about the future.
+    """Mask of the `keys` tokens in a query's blocks, without the causal mask.
 
     An index outside 0..NB-1 is an empty slot.
     """

@@ -1,6 +1,6 @@
-"""Running notebooks, keeping what they found, and showing it.
+"""Running notebooks, storing their results, and showing them.
 
-`load("runs/...")` opens a stored run in any notebook, `explore(run, ...)` looks through numbers.
+`load("runs/...")` opens a stored run in any notebook, `explore(run, ...)` browses its numbers.
 """
 
 from importlib import import_module

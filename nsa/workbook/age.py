@@ -1,4 +1,4 @@
-"""Age of evidence: changes since its commit in the code that most of it speaks of."""
+"""Age of evidence: changes since its commit in the code that most of it is about."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ WORDS = "kernels, attention and reference"
 
 @dataclass(frozen=True)
 class Age:
-    """The commits since one that touched WHERE, and their lines; None where nobody can tell."""
+    """Commits since `commit` that touched WHERE, and their lines; None if unknown."""
 
     commit: str
     commits: int | None = None
@@ -27,7 +27,7 @@ class Age:
 
     @property
     def fresh(self) -> bool:
-        """Known, and nothing has changed since."""
+        """True if the age is known, and nothing has changed since."""
         return self.commits == 0
 
     def __str__(self) -> str:

@@ -1,24 +1,24 @@
-"""What a notebook says of its own rows."""
+"""Claims of a notebook about its own rows."""
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# The worst first. FAIL: something is wrong. AIM MISSED: what was found is right, and less than was
-# aimed at. INCONCLUSIVE: this run was to tell, and does not. NOT APPLICABLE: this machine, or a run
-# with these parameters, cannot tell.
+# The worst first. FAIL: something is wrong. AIM MISSED: the result is right, and below what was
+# aimed at. INCONCLUSIVE: this run was to decide it, and does not. NOT APPLICABLE: this machine,
+# or a run with these parameters, cannot decide it.
 VERDICTS = ("FAIL", "AIM MISSED", "INCONCLUSIVE", "PASS", "NOT APPLICABLE")
 UNDECIDED = ("INCONCLUSIVE", "NOT APPLICABLE")
-# How a measurement may end that is an answer, though it is no number. Any other end without a value
-# is a point that nobody measured.
+# Outcomes of a measurement that are an answer, though no number. Any other outcome without a value
+# is a point that was not measured.
 ANSWERS = ("declined", "oom", "refused")
-NAMED = 4  # points of a sentence that are named
-LACKS = "; not measured: "  # stands between a sentence and the points that it lacks
+NAMED = 4  # number of points that a sentence names
+LACKS = "; not measured: "  # between a sentence and its missing points
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence, whether the rows bear it out, and which rows those are."""
+    """A sentence, its verdict from the rows, and those rows."""
 
     claim: str
     verdict: str  # one of VERDICTS
@@ -28,8 +28,8 @@ class Claim:
         return f"{self.verdict}: {self.claim}"
 
     def over(self, unmeasured: Iterable[object]) -> "Claim":
-        """The claim, whose points are all measured but these: one that would pass is INCONCLUSIVE
-        and names them. What the measured ones refute stays refuted, for one of them is enough."""
+        """Mark points of the claim as unmeasured: a claim that would pass becomes INCONCLUSIVE and
+        names them. A refuted claim stays refuted, since one measured point is enough."""
         lost = list(dict.fromkeys(map(str, unmeasured)))
         if not lost or self.verdict != "PASS":
             return self
@@ -39,30 +39,30 @@ class Claim:
 
     @classmethod
     def undecided(cls, sentence: str, why: str, evidence: Any = None) -> "Claim":
-        """INCONCLUSIVE: "sentence: not decided, why"."""
+        """Claim that is INCONCLUSIVE: "sentence: not decided, why"."""
         return cls(f"{sentence}: not decided, {why}", "INCONCLUSIVE", evidence or {})
 
     @classmethod
     def not_here(cls, sentence: str, why: str) -> "Claim":
-        """NOT APPLICABLE: "sentence: not applicable here, why"."""
+        """Claim that is NOT APPLICABLE: "sentence: not applicable here, why"."""
         return cls(f"{sentence}: not applicable here, {why}", "NOT APPLICABLE", {})
 
 
 def verdict_of(holds: bool) -> str:
-    """PASS or FAIL."""
+    """Return PASS or FAIL."""
     return "PASS" if holds else "FAIL"
 
 
 def aim_of(reached: bool) -> str:
-    """PASS or AIM MISSED."""
+    """Return PASS or AIM MISSED."""
     return "PASS" if reached else "AIM MISSED"
 
 
 def different_programs(
     served: Mapping[str, Hashable], evidence: Any, what: str, planned: Mapping[str, str]
 ) -> Claim:
-    """That no two of these have equal path witnesses: a program would be compared with itself.
-    planned: how each that was to run ended, by name."""
+    """Claim that all path witnesses differ, or a program would be compared with itself.
+    planned: outcome of each planned one, by name."""
     if len(planned) == 1:
         return Claim.not_here(f"{what} are different programs", "this run is of one")
     different = len(set(served.values()))

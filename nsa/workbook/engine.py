@@ -1,7 +1,7 @@
-"""papermill engine "truthful": a saved notebook says how its run really ended.
+"""papermill engine "truthful": a saved notebook shows how its run really ended.
 
-papermill's own engine reports a hung cell, and all that never ran, as completed, and leaves what
-the notebook started behind. This one marks the running cell failed, keeps later cells pending,
+papermill's own engine reports a hung cell, and all that never ran, as completed, and leaves
+processes of the notebook behind. This one marks the running cell failed, keeps later cells pending,
 stores `metadata.papermill.stop_reason` and ends every process of the notebook.
 """
 
@@ -25,7 +25,7 @@ from whyhung.process import family
 
 
 class Stop(Exception):
-    """Why the run ends early: `reason` as stored, `ename` and the message as shown in the cell."""
+    """Early end of a run: `reason` as stored, `ename` and the message as shown in the cell."""
 
     def __init__(self, reason: str, ename: str, message: str):
         super().__init__(message)
@@ -45,7 +45,7 @@ class TruthfulClient(PapermillNotebookClient):
         self.unsaved, self._asked = False, Future()
 
     def stop(self, stop: Stop) -> None:
-        """Ask for an early end; safe from signal handlers and other threads."""
+        """Request an early end; safe from signal handlers and other threads."""
         if not self._asked.done():
             self._asked.set_result(stop)
 
@@ -69,7 +69,7 @@ class TruthfulClient(PapermillNotebookClient):
         finally:
             saver.cancel()
             await self._end_kernel()
-            self._outside.cancel()  # it hears no more
+            self._outside.cancel()  # it accepts no more stops
 
     async def _start(self, environment, cwd, kernel_log) -> None:
         await self.async_start_new_kernel(
@@ -102,7 +102,7 @@ class TruthfulClient(PapermillNotebookClient):
         return "ok"
 
     async def _race(self, work, limit_s, deadline, what):
-        """Await `work`; a Stop comes back, instead of its result, when something else was first."""
+        """Await `work`; returns a Stop instead of its result if a limit or a stop came first."""
         loop = asyncio.get_running_loop()
         limits = [(limit_s, f"{what} ran longer than its {limit_s:g} s")] if limit_s else []
         if deadline is not None:
@@ -114,12 +114,12 @@ class TruthfulClient(PapermillNotebookClient):
             {task, self._outside}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
         )
         if self._outside.done():
-            # what was printed a moment ago is still on its way
+            # recent output may not have arrived yet
             await asyncio.wait({task}, timeout=0.3)
             await _cancelled(task)
             return self._outside.result()
         if not task.done():
-            if self.kc is not None:  # interrupted: if it can still answer, it shows where it hangs
+            if self.kc is not None:  # interrupted: if it can still respond, it shows where it hangs
                 with contextlib.suppress(Exception):
                     await ensure_async(self.km.interrupt_kernel())
                 await asyncio.wait({task}, timeout=1.5)
@@ -137,7 +137,7 @@ class TruthfulClient(PapermillNotebookClient):
             return Stop("timeout", "CellTimeoutError", str(error))
 
     def _process(self):
-        """The kernel's Popen, or None before there is one."""
+        """Popen of the kernel, or None before there is one."""
         return getattr(getattr(self.km, "provisioner", None), "process", None)
 
     def _mark(self, cell, stopped: Stop) -> None:
@@ -147,7 +147,7 @@ class TruthfulClient(PapermillNotebookClient):
             cell.outputs.append(nbformat.v4.new_output("error", **content))
 
     def _fail_before_cells(self, stopped: Stop) -> None:
-        """Nothing ran yet: the first code cell carries the reason, and counts as the failed one."""
+        """Mark the first code cell as failed with the reason, if nothing ran yet."""
         for index, cell in enumerate(self.nb.cells):
             if cell.cell_type == "code":
                 self._mark(cell, stopped)
@@ -155,8 +155,8 @@ class TruthfulClient(PapermillNotebookClient):
                 return
 
     async def _end_kernel(self) -> None:
-        # Before the shutdown, which reaps the kernel: as long as it is there it leads to children
-        # that dropped the environment, and its number is nobody else's.
+        # Before the shutdown, which reaps the kernel: until then its pid is not reused and leads to
+        # children that dropped the environment.
         process = self._process()
         roots = {process.pid} if process and process.returncode is None else set()
         left = await asyncio.to_thread(family.end_family, self.cookie, roots)
@@ -175,7 +175,7 @@ class TruthfulClient(PapermillNotebookClient):
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _save_now_and_then(self) -> None:
-        """Also without a message: a silent hang must not lose the lines printed before it."""
+        """Save periodically, also without a message: a silent hang must not lose earlier lines."""
         while True:
             await asyncio.sleep(2.0)
             if self.unsaved:
@@ -196,7 +196,7 @@ async def _cancelled(task) -> None:
 
 
 class TruthfulManager(NotebookExecutionManager):
-    """Saves atomically, and leaves a cell that never ran pending."""
+    """Saves atomically, and keeps a cell that never ran pending."""
 
     def save(self, **kwargs):
         if self.output_path:
@@ -244,7 +244,7 @@ class TruthfulEngine(Engine):
                 startup_timeout=options.get("start_timeout", 60),
                 log=logger,
                 coalesce_streams=True,
-                # a busy machine delivers the last outputs late; the default, 4 s, calls it an error
+                # a busy machine delivers the last outputs late, an error after the default of 4 s
                 iopub_timeout=60,
                 **given("timeout_s", "on_output", "log_output", "stdout_file", "stderr_file"),
             )
@@ -267,7 +267,7 @@ class TruthfulEngine(Engine):
 
 
 def register() -> str:
-    """Make papermill know the engine, also where the package's entry points are not installed."""
+    """Register the engine with papermill, also if the package's entry points are not installed."""
     papermill_engines.register("truthful", TruthfulEngine)
     return "truthful"
 

@@ -1,4 +1,4 @@
-"""Where a run was made: versions, devices, source, settings. Never a host, a user or a path."""
+"""Environment of a run: versions, devices, source, settings. Never a host, a user or a path."""
 
 import hashlib
 import importlib.metadata
@@ -30,10 +30,10 @@ NEW = ("--exclude-standard", "--", *OWN)
 
 
 def snapshot(seed: int | None = None) -> dict:
-    """Everything needed to say where numbers came from, JSON-able.
+    """Everything needed to trace where numbers came from, JSON-able.
 
-    GPUs carry `name`, `memory_gib`, `compute_capability`, `driver`; none give an empty list.
-    `git` is None outside a repository. Nothing here imports torch or starts CUDA.
+    GPUs have `name`, `memory_gib`, `compute_capability`, `driver`; an empty list without any. `git`
+    is None outside a repository. Nothing here imports torch or starts CUDA.
     """
     return {
         "date": utc_now(),
@@ -42,18 +42,18 @@ def snapshot(seed: int | None = None) -> dict:
         "cpu": cpu(),
         "cpu_cores": os.cpu_count(),
         "gpus": gpus(),
-        # versions that decide the numbers; None where a package is not installed
+        # versions that affect the numbers; None if a package is not installed
         "nsa": _version("nsa") or nsa.__version__,
         "torch": _version("torch"),
         "cuda": _cuda_of_torch(),
         "triton": _version("triton"),
-        # flash-attn 2 and 4 are two distributions that may stand side by side
+        # flash-attn 2 and 4 are two distributions that may be installed side by side
         "flash_attn": _version("flash-attn"),
         "flash_attn_4": _version("flash-attn-4"),
         "git": git_state(),
         "seed": seed,
         "allocator": {name: os.environ[name] for name in ALLOCATOR if name in os.environ},
-        # those that change what runs, without secrets, identities or paths of this machine
+        # variables that change what runs, without secrets, identities or paths of this machine
         "variables": {
             name: _without_paths(value)
             for name, value in sorted(os.environ.items())
@@ -68,7 +68,7 @@ def utc_now() -> str:
 
 
 def provenance(environment: dict) -> dict:
-    """The columns of a metrics row that come from the environment: torch, triton, commit."""
+    """Columns of a metrics row that come from the environment: torch, triton, commit."""
     git = environment.get("git") or {}
     commit = (git.get("commit") or "")[:12]
     return {
@@ -79,13 +79,13 @@ def provenance(environment: dict) -> dict:
 
 
 def devices() -> dict[str, str]:
-    """What a row says that was measured here on "cpu" or "cuda": the CPU's model, a GPU's name."""
+    """Device names in rows measured here on "cpu" or "cuda": the CPU's model, a GPU's name."""
     return {"cpu": f"cpu: {cpu()}", "cuda": gpus()[0]["name"] if gpus() else "cuda"}
 
 
 @lru_cache(maxsize=1)
 def cpu() -> str:
-    """The CPU's model as the system names it, else its architecture."""
+    """CPU model as the system names it, else its architecture."""
     file = Path("/proc/cpuinfo")
     text = file.read_text(errors="replace") if file.is_file() else ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
@@ -93,7 +93,7 @@ def cpu() -> str:
 
 
 def _without_paths(value: str) -> str:
-    """`/a/b/c` becomes `c`; a value that holds paths among other things says `<path>` for each."""
+    """`/a/b/c` becomes `c`; in a value with other content, each path becomes `<path>`."""
     if re.fullmatch(r"/[^:;,=\s]*", value):
         return Path(value).name or "<path>"
     return re.sub(r"(?<![\w.])~?/[^:;,=\s]*", "<path>", value)
@@ -101,14 +101,14 @@ def _without_paths(value: str) -> str:
 
 @lru_cache(maxsize=1)
 def gpus() -> list[dict]:
-    """The GPUs that this process may use, as nvidia-smi names them."""
+    """GPUs that this process may use, as nvidia-smi names them."""
     fields = "index,uuid,name,memory.total,compute_cap,driver_version"
     text = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     return visible_gpus(text or "", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_gpus(text: str, visible: str | None) -> list[dict]:
-    """Parse nvidia-smi's lines and keep those that CUDA_VISIBLE_DEVICES lets through."""
+    """Parse nvidia-smi's lines and keep the GPUs in CUDA_VISIBLE_DEVICES."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -133,8 +133,8 @@ def git_state(folder: Path | None = None) -> dict | None:
     """`commit`, `dirty`, `dirty_hash` (sha256 of the diff and the untracked files), or None.
 
     Files under runs/ and figures/ are results, not source: they make nothing dirty, nor do new
-    files outside of the folders in OWN. A node that got the files without their history is told the
-    commit by NSA_COMMIT; whether they are changed is then unknown (None).
+    files outside of the folders in OWN. On a node with the files but no history, NSA_COMMIT gives
+    the commit; `dirty` is then unknown (None).
     """
     top = folder or PACKAGE.parent
     commit = _git(top, "rev-parse", "--verify", "HEAD").strip() or None
@@ -157,8 +157,8 @@ def git_state(folder: Path | None = None) -> dict | None:
 
 
 def check_evidence(notebook: str | Path, package: Path = PACKAGE) -> None:
-    """ValueError, which says what would do, unless a run of this notebook can be evidence: the
-    package lies in the notebook's tree, and its commit is known and holds all of its source."""
+    """Raise ValueError, with a remedy, unless a run of this notebook can be evidence: the package
+    is in the notebook's tree, and its commit is known and contains all of its source."""
     top = package.parent
     if top not in Path(notebook).resolve().parents:
         raise ValueError(
@@ -196,7 +196,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def _output(command: list[str]) -> str | None:
-    """What a command printed, or None when it is missing, fails or does not answer."""
+    """Output of a command, or None if it is missing, fails or does not answer."""
     try:
         return subprocess.run(
             command,
@@ -218,7 +218,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _cuda_of_torch() -> str | None:
-    """The CUDA version torch was built for, read from its version file: torch stays unimported."""
+    """CUDA version torch was built for, read from its version file, without importing torch."""
     spec = importlib.util.find_spec("torch")
     if not spec or not spec.origin:
         return None

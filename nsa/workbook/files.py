@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old one or the new one, never half of one."""
+"""Writing files atomically: a reader sees the old one or the new one, never a part."""
 
 import base64
 import io
@@ -30,9 +30,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> Path:
 
 
 def tracked_files(root: str | Path, *patterns: str) -> list[str]:
-    """Paths of the files below `root` that git tracks, relative to it; of `patterns` where given.
+    """Paths of the files below `root` that git tracks, relative to it; only of `patterns` if given.
 
-    Raises OSError or subprocess.CalledProcessError where git cannot list them.
+    Raises OSError or subprocess.CalledProcessError if git cannot list them.
     """
     command = ["git", "-C", str(root), "ls-files", "-z", *patterns]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -40,21 +40,21 @@ def tracked_files(root: str | Path, *patterns: str) -> list[str]:
 
 
 def write_json(path: str | Path, content: Any) -> Path:
-    """Strict JSON, indented: a NaN becomes null, as JSON has none."""
+    """Write strict JSON, indented: a NaN becomes null, as JSON has none."""
     text = json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False)
     return write_atomically(path, text + "\n")
 
 
 def write_notebook(path: str | Path, notebook: Any) -> Path:
-    """A notebook (nbformat's node), ending with a newline as editors leave it."""
+    """Write a notebook (nbformat's node), ending with a newline as editors leave it."""
     import nbformat
 
     return write_atomically(path, nbformat.writes(notebook).rstrip("\n") + "\n")
 
 
 def lighten(path: str | Path) -> None:
-    """Give the PNGs of a notebook's outputs 256 colours, a quarter of a plot's bytes: Git keeps
-    every version of them. A PNG that has few colours already stays as it is."""
+    """Reduce the PNGs of a notebook's outputs to 256 colours, a quarter of a plot's bytes, since
+    Git keeps every version of them. A PNG with few colours already is not changed."""
     import nbformat
     from PIL import Image
 
@@ -73,7 +73,7 @@ def lighten(path: str | Path) -> None:
 
 
 def read_json(path: str | Path, default: Any = None) -> Any:
-    """The content, or `default` when there is no such file or it is not JSON."""
+    """Content of a JSON file, or `default` if there is no such file or it is not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -81,7 +81,7 @@ def read_json(path: str | Path, default: Any = None) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """numpy scalars, paths and tuples as what JSON has."""
+    """Convert numpy scalars, paths and tuples to JSON types."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):

@@ -1,4 +1,4 @@
-"""Which notebook is meant, what it asks, and the id that makes a rerun a cache hit."""
+"""Identity of a run: its notebook, its question, and the id that makes a rerun a cache hit."""
 
 import hashlib
 import io
@@ -13,17 +13,17 @@ from pathlib import Path, PurePath, PurePosixPath
 from nsa.spelling import nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
-BESIDE = "whyhung"  # the package beside it, since it is one of its own
+BESIDE = "whyhung"  # the package beside it, which is part of the project
 
 
 def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
-    """A notebook by path, name, number or part of its name (`01`, `memory_scaling`, `scaling`).
-    ValueError when the path leads nowhere; when no name or several fit, it names the nearest."""
+    """Find a notebook by path, name, number or part of its name (`01`, `memory_scaling`,
+    `scaling`). ValueError for a missing path; if no name or several match, it lists the nearest."""
     path = Path(name)
     if path.suffix == ".ipynb" and path.is_file():
         return path
     if path.suffix == ".ipynb" and path.name != str(name):
-        # one of the same name elsewhere is not what was asked for
+        # one of the same name elsewhere would be another notebook
         raise ValueError(f"there is no file {name}; name a notebook of {folder}, or a right path")
     found = {p.stem: p for p in notebooks(folder)}
     if not found:
@@ -47,7 +47,7 @@ def notebooks(folder: str | Path = "notebooks") -> list[Path]:
 
 
 def question(notebook: str | Path) -> str:
-    """The notebook's question: the text cell's part after the word Question, else its title."""
+    """Question of the notebook: the part of a text cell after the word Question, else its title."""
     cells = read_cells(notebook)
     texts = ["".join(c["source"]) for c in cells if c.get("cell_type") == "markdown"]
     for text in texts[:3]:
@@ -63,7 +63,7 @@ def run_id(
 ) -> str:
     """8 hex digits of hash(spec + source + environment).
 
-    spec: notebook and every parameter; source: `source(notebook)`, or `what` where it is known
+    spec: notebook and every parameter; source: `source(notebook)`, or `what` if it is known
     already; environment: versions and GPUs, not dates or variables.
     """
     spec = {"notebook": Path(notebook).stem, "parameters": parameters}
@@ -75,7 +75,7 @@ def run_id(
 
 
 def source(notebook: str | Path) -> str:
-    """Hash of what runs: what the notebook's cells say (not their outputs), all of the package."""
+    """Hash of the code that runs: the notebook's cells (not their outputs), all of the package."""
     files = {path.relative_to(PACKAGE): path.read_bytes() for path in PACKAGE.rglob("*.py")}
     top = PACKAGE.parent
     files |= {p.relative_to(top): p.read_bytes() for p in (top / BESIDE).rglob("*.py")}
@@ -116,7 +116,7 @@ def _digest(cells: list[dict], files: Mapping[PurePath, bytes]) -> str:
 
 
 def read_cells(notebook: str | Path) -> list[dict]:
-    """A notebook's cells as JSON has them. ValueError where the file is no notebook."""
+    """Cells of a notebook as in its JSON. ValueError if the file is no notebook."""
     try:
         return json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
     except (ValueError, KeyError, TypeError):

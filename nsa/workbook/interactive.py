@@ -1,9 +1,8 @@
-"""Run All in JupyterLab makes a run of its own, and leaves a committed notebook as it is.
+"""Make Run All in JupyterLab a run of its own, and keep a committed notebook as it is.
 
 In the kernel `opening.open_run` makes the run's folder, and ends its record when the last cell has
 run. In the server, whose extension this module is, the executed notebook is written into that
-folder each time that JupyterLab saves it; of a notebook in git the file itself keeps its stored
-outputs.
+folder each time that JupyterLab saves it; the file of a notebook in git keeps its stored outputs.
 """
 
 import subprocess
@@ -25,8 +24,8 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 
 def keep_outputs_in_the_run(model: dict, path: str, contents_manager: Any, **_: Any) -> None:
-    """Jupyter's hook before it saves: the notebook as it is goes into the run that its kernel has
-    made, and what is saved of a notebook in git has the stored outputs. Others are left alone."""
+    """Jupyter's pre-save hook: write the notebook into its kernel's run, and restore the stored
+    outputs in the file of a notebook in git. Other notebooks are not changed."""
     import nbformat
 
     if model.get("type") != "notebook":
@@ -44,7 +43,7 @@ def keep_outputs_in_the_run(model: dict, path: str, contents_manager: Any, **_: 
 
 
 def _run_of(file: Path) -> Path | None:
-    """The newest run that a kernel which is alive has made of the notebook."""
+    """Newest run of the notebook that belongs to a live kernel."""
     found = []
     for manifest in runs_of(file).glob(f"*/{file.stem}-*/record.json"):
         kept = record.load(manifest.parent)
@@ -64,7 +63,7 @@ def _in_git(file: Path) -> bool:
 
 
 def _with_outputs_of(stored: Any, shown: Any) -> Any:
-    """What is shown, with the outputs that are stored; where no cell was edited, what is stored."""
+    """Shown notebook with the stored outputs; the stored notebook if no cell was edited."""
 
     def sources(notebook: Any) -> list:
         return [(c.cell_type, c.source, c.metadata.get("tags", [])) for c in notebook.cells]

@@ -1,4 +1,4 @@
-"""What of a run is committed: its records, and the trials that its sentences name, made small."""
+"""Committed parts of a run: its records, and the trials that its sentences name, made small."""
 
 import gzip
 import json
@@ -22,18 +22,18 @@ KIB = 1024
 GOOD, MOST = 200 * KIB, 1024 * KIB  # bytes of a run's trials
 LEAST, ENDS = 4 * KIB, 2 * KIB  # bytes of a trial's evidence, of a log's head and of its tail
 TABLE = 128 * KIB  # bytes of a trial's table of measurements
-LOST = 5  # names in a sentence
+LOST = 5  # number of names in a sentence
 ID = re.compile(r"(?<![\w.])[0-9a-f]{12}(?:-\d+)?(?!\w)")
-# What evidence.json holds as well, and hashes of what the commit holds.
+# Files whose content evidence.json has as well, and hashes of files in the commit.
 ELSEWHERE = ("evidence.json", "sources.json", "flight-*", "locks-*", "loaded-*", "stacks-*")
-NOT_KEPT = ("report.html", "kernel.log", "trials")  # of a run
+NOT_KEPT = ("report.html", "kernel.log", "trials")  # parts of a run
 
 
 def keep(folder: str | Path) -> list[str]:
-    """Make a run's trials small and add what of the run is evidence to git; told in lines.
+    """Make a run's trials small and add the run's evidence to git; returns lines to print.
 
-    ValueError for a run that was not made with `--evidence`, of which git does not know that its
-    commit is what ran, whose trials cannot be made small, or that names trials that are not there.
+    ValueError for a run that was not made with `--evidence`, whose source git cannot confirm to be
+    its commit's, whose trials cannot be made small, or that names missing trials.
     """
     folder = Path(folder)
     if not load(folder).get("evidence"):
@@ -57,8 +57,8 @@ def keep(folder: str | Path) -> list[str]:
 
 
 def check_source(folder: Path, top: Path = environment.PACKAGE.parent) -> None:
-    """ValueError unless what ran is what git has in the commit that the run names: where the files
-    had come without their history, NSA_COMMIT was taken at its word."""
+    """Raise ValueError unless the source that ran equals git's at the run's commit: without the
+    history, NSA_COMMIT had not been checked."""
     record = load(folder)
     commit = (read_json(folder / "environment.json", {}).get("git") or {}).get("commit") or ""
     there = identity.source_at(commit, str(record.get("notebook")), top)
@@ -76,8 +76,8 @@ def check_source(folder: Path, top: Path = environment.PACKAGE.parent) -> None:
 
 
 def trials(folder: Path) -> list[str]:
-    """Copies of the trials that a run's sentences name, as trials/<id>, those of a sweep's cells as
-    trials/<name>: small, and without paths of this machine. Told in lines."""
+    """Copy the trials that a run's sentences name, as trials/<id>, those of a sweep's cells as
+    trials/<name>: small, and without paths of this machine. Returns lines to print."""
     text, found = named_in(folder), {}
     words = f"-{_plain(text)}-"
     for place in _places(folder, "trials/*/**"):
@@ -97,7 +97,7 @@ def trials(folder: Path) -> list[str]:
 
 
 def _trial(place: Path, target: Path, most: int) -> None:
-    """The evidence, of which as much is left out as is needed and changes no verdict; its page."""
+    """Write the evidence, reduced as needed without a change of verdict, and its page."""
     evidence, verdict = Ledger(place.parent).get(place.name)
     given = json.loads(without_paths(json.dumps(evidence.to_dict())))
     small = _smaller(Evidence.from_dict(given), most)
@@ -108,7 +108,7 @@ def _trial(place: Path, target: Path, most: int) -> None:
 
 
 def _smaller(evidence: Evidence, most: int) -> Evidence:
-    """At most so many bytes when packed, or as few as can be and be judged the same."""
+    """Reduce to at most `most` bytes when packed, or as few as possible with the same verdict."""
     label, notes = judge(evidence).label, list(evidence.notes)
     before = len(evidence.samples), len(evidence.snapshots)
     left: list[Callable[[Evidence], Evidence]] = [
@@ -135,7 +135,7 @@ def _packed(evidence: Evidence) -> bytes:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """A file of a trial, unless it is empty, held elsewhere, or large; a large log's ends."""
+    """Copy a file of a trial, unless it is empty, kept elsewhere, or large; a large log's ends."""
     if (target / path.name).exists() or any(path.match(name) for name in ELSEWHERE):
         return
     if not path.is_file() or not (size := path.stat().st_size):
@@ -152,7 +152,7 @@ def _copy(path: Path, target: Path) -> None:
 
 
 def without_paths(text: str) -> str:
-    """Files by their place in this project, in a package or in Python, else by two parts."""
+    """Shorten paths to those in this project, in a package or in Python, else to two parts."""
     text = text.replace(f"{environment.PACKAGE.parent}/", "")
     text = re.sub(r"(?:/[\w.+@~-]+)*/(?:site|dist)-packages/", "/site-packages/", text)
     text = re.sub(r"(?:/[\w.+@~-]+)*/lib(?:64)?/python3", "/usr/lib/python3", text)
@@ -164,7 +164,7 @@ def without_paths(text: str) -> str:
 
 
 def named_in(folder: Path) -> str:
-    """All that a run says: its verdicts, what its notebook printed, and its rows' configs."""
+    """All texts of a run: its verdicts, what its notebook printed, and its rows' configs."""
     return "\n".join(_texts(folder))
 
 
@@ -185,19 +185,19 @@ def lost_ids(folder: Path) -> list[str]:
     judges = (entry.get("judged_again", {}) for entry in read_json(folder / "verdicts.json", []))
     commits |= {str(judge.get("commit")) for judge in judges}
     known = {commit[:12] for commit in commits}
-    # Of digits alone it may be a number as well.
+    # One of only digits may be a number as well.
     named = {id for id in ID.findall(named_in(folder)) if not id.isdigit()} - known
     ledger = Ledger(folder / "trials")
     return sorted(id for id in named if ledger.get(id) is None)
 
 
 def _kept(folder: Path) -> list[Path]:
-    """The trials that are kept: what lies in other folders below trials/ is not."""
+    """Folders of the kept trials, directly below trials/; deeper ones are not kept."""
     return _places(folder, "trials/*")
 
 
 def _places(folder: Path, pattern: str) -> list[Path]:
-    """Folders of trials. One of several ranks has no spec of its own beside its launch's."""
+    """Folders of trials. Ranks of a trial have no spec of their own beside their launch's."""
     names = ("spec.json", "verdict.json")
     return sorted({file.parent for name in names for file in folder.glob(f"{pattern}/{name}")})
 
@@ -207,5 +207,5 @@ def _size(folder: Path) -> int:
 
 
 def _plain(text: str) -> str:
-    """As `sweep.measure` names a cell's folder."""
+    """Text in the form of the folder names that `sweep.measure` gives to cells."""
     return re.sub("[^A-Za-z0-9.=]+", "-", text)

@@ -1,12 +1,12 @@
-"""Which Python a notebook's kernel runs on: the one that runs us, with the package that runs it."""
+"""Kernel of a notebook on the interpreter of this process, with the package that runs it."""
 
 import sys
 
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
-# An idle kernel notices a vanished parent by itself; one stuck in C, holding the GIL, stays for
-# ever unless the system ends it. The folder that comes first on sys.path could shadow modules.
+# An idle kernel notices a vanished parent by itself; one stuck in C, holding the GIL, would run
+# forever unless the system ends it. The first folder on sys.path could shadow modules.
 START = """\
 import sys
 del sys.path[0]
@@ -18,9 +18,9 @@ kernelapp.launch_new_instance()
 
 
 class OwnInterpreter(KernelSpecManager):
-    """Every kernel runs on the interpreter that runs us, whatever kernel specs are installed.
+    """Starts every kernel with the interpreter of this process, whatever specs are installed.
 
-    What starts one gives it `whyhung.process.family.environment`, or it does not find this package.
+    Callers pass `whyhung.process.family.environment`, or the kernel cannot find this package.
     """
 
     def get_kernel_spec(self, kernel_name):
@@ -29,7 +29,7 @@ class OwnInterpreter(KernelSpecManager):
 
 
 def kernel_manager(config=None) -> AsyncKernelManager:
-    """A manager, not started, of a kernel on our own interpreter."""
+    """Kernel manager, not started, for this process's interpreter."""
     return AsyncKernelManager(
         kernel_name="python3", kernel_spec_manager=OwnInterpreter(), config=config
     )

@@ -1,4 +1,4 @@
-"""Pictures that follow widgets where somebody can move them, and stand still everywhere else."""
+"""Figures that follow widgets in a live kernel, and are static everywhere else."""
 
 import html
 import io
@@ -13,8 +13,8 @@ WIDTH_PX = 960
 
 
 def is_live() -> bool:
-    """Whether a person can move a widget: in a kernel that may ask its user, as JupyterLab's and an
-    editor's may, and papermill's, nbclient's and nbval's may not. NSA_HEADLESS=1 says no."""
+    """True if a person can move a widget: in a kernel that accepts input, as in JupyterLab or an
+    editor, unlike papermill, nbclient and nbval. NSA_HEADLESS=1 makes it False."""
     if headless():
         return False
     try:
@@ -26,13 +26,13 @@ def is_live() -> bool:
 
 @dataclass
 class Panel:
-    """Views of the same values: `views` {name: f(**values) -> a figure}, and under each picture the
+    """Views of the same values: `views` {name: f(**values) -> a figure}, and below each figure the
     sentences of `told(**values)`.
 
-    start: the values to begin with. controls: makes {name: widget} of them, called where widgets
-    can be moved. adjust(widgets, name, value): called when one of them changes, to set others.
-    foot: the control below the picture, as long as the picture's axis from `span[0]` to `span[1]`,
-    shares of its width.
+    start: the initial values. controls: makes {name: widget} of them, called if widgets can be
+    moved. adjust(widgets, name, value): called when one of them changes, to set others. foot: the
+    control below the picture, as long as the picture's axis from `span[0]` to `span[1]`, shares of
+    its width.
     """
 
     start: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Panel:
     span: tuple[float, float] = (0.0, 1.0)
 
     def show(self, run: Any = None, prefix: str = "") -> Any:
-        """The widgets where they can be moved; else every view, one below the other, and the
+        """Return the widgets if they can be moved; else every view, one below the other, and the
         sentences. The views are figures of `run` (a `store.Run`), called prefix + name, either way.
         """
         from IPython.display import Image, display
@@ -65,7 +65,7 @@ class Panel:
 
 
 class LivePanel:
-    """A panel's widgets. A value that cannot be drawn is told above the picture, which stays."""
+    """A panel's widgets. An error in drawing is shown above the picture, which stays."""
 
     def __init__(self, panel: Panel):
         import ipywidgets as widgets
@@ -99,7 +99,7 @@ class LivePanel:
     def _changed(self, name: str, value: Any) -> None:
         if self._adjusting:
             return
-        self._adjusting = True  # what follows from one movement is one picture
+        self._adjusting = True  # one movement makes one picture
         try:
             self.panel.adjust(self.controls, name, value)
         except ValueError as error:
@@ -109,7 +109,7 @@ class LivePanel:
         self.redraw()
 
     def redraw(self) -> None:
-        """The picture and the sentences of the values as they are."""
+        """Redraw the picture and the sentences for the current values."""
         values = self.values()
         try:
             picture = png(self.panel.views[self.view.value](**values))
@@ -127,7 +127,7 @@ class LivePanel:
 
 
 def png(figure: Any) -> bytes:
-    """A figure's picture, packed quickly rather than tightly."""
+    """PNG of a figure, compressed for speed rather than size."""
     written = io.BytesIO()
     with looks.style():
         figure.savefig(written, format="png", dpi=100, pil_kwargs={"compress_level": 1})

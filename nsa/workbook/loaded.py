@@ -1,4 +1,4 @@
-"""Stored runs in any notebook: numbers as DataFrames, figures, and curves to look through."""
+"""Stored runs in any notebook: numbers as DataFrames, figures, and curves to browse."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from nsa.workbook.live import Panel
 EVERY = "every setup"
 DASHES = ("-", "--", ":", "-.")
 MOST_CURVES = 40
-NAMED = 22  # lines of the legend
+NAMED = 22  # most lines of the legend
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """One run's folder. Each part is read when it is asked for, so a damaged file spoils its own
-    part alone: ValueError says which file, and what is wrong with it."""
+    """One run's folder. Each part is read on access, so a damaged file affects only its own part: a
+    ValueError names the file and its fault."""
 
     folder: Path
 
@@ -31,17 +31,17 @@ class LoadedRun:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """The manifest: notebook, status, started, seconds and so on."""
+        """Manifest: notebook, status, started, seconds and so on."""
         return self._json("record.json", {})
 
     @cached_property
     def status(self) -> str:
-        """ok, failed, timeout, killed, interrupted, running or lost."""
+        """Status: ok, failed, timeout, killed, interrupted, running or lost."""
         return record.status_now(self.record)
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
-        """All of the notebook's parameters, as the run had them."""
+        """All parameters of the notebook, with the run's values."""
         file = self.folder / "parameters.yaml"
         return parameters.read_file(file) if file.is_file() else {}
 
@@ -67,7 +67,7 @@ class LoadedRun:
 
     @cached_property
     def verdicts(self):
-        """A row a claim: verdict, claim, device, evidence."""
+        """Table with a row a claim: verdict, claim, device, evidence."""
         import pandas
 
         columns = ["verdict", "claim", "device", "evidence"]
@@ -75,17 +75,17 @@ class LoadedRun:
 
     @cached_property
     def verdict(self) -> str:
-        """The worst of them."""
+        """Worst of the verdicts."""
         return store.overall(self._json("verdicts.json", []))
 
     @property
     def figures(self) -> dict[str, Path]:
-        """{name: its SVG, or what else there is}; a notebook displays one with IPython's SVG."""
+        """{name: its SVG, else another format}; a notebook displays one with IPython's SVG."""
         files = sorted((self.folder / "figures").glob("*.*"), key=lambda f: f.suffix == ".svg")
         return {file.stem: file for file in files}
 
     def explore(self):
-        """The run's numbers to look through: what is measured, over what, of which setup."""
+        """Browse the run's numbers: the quantity, its x axis, and the setup."""
         return explore(self)
 
     def _json(self, name: str, missing: Any) -> Any:
@@ -109,10 +109,10 @@ class LoadedRun:
 
 
 def load(run: str | Path, root: str | Path | None = None) -> LoadedRun:
-    """A stored run by its folder, its id, the beginning of it, or `latest`.
+    """Load a stored run by its folder, its id, a prefix of it, or `latest`.
 
-    root: where runs lie; by default the folder `runs` here or in a folder above, so a notebook
-    finds those of its project. ValueError for what is no run, naming the nearest.
+    root: the folder of runs; by default `runs` here or in a folder above, so a notebook finds those
+    of its project. ValueError if there is no such run, naming the nearest.
     """
     folder = Path(run).expanduser()
     if folder.is_dir() and not (folder / "record.json").is_file():
@@ -125,23 +125,23 @@ def load(run: str | Path, root: str | Path | None = None) -> LoadedRun:
 
 
 def runs_root() -> Path:
-    """The folder `runs` of the working folder, or of the nearest folder above it that has one."""
+    """Folder `runs` of the working folder, or of the nearest folder above it that has one."""
     here = Path(os.getcwd())
     found = (folder / "runs" for folder in (here, *here.parents))
     return next((folder for folder in found if folder.is_dir()), here / "runs")
 
 
 def explore(*runs: LoadedRun | str | Path, root: str | Path | None = None) -> Any:
-    """The numbers of these runs of one notebook, laid over each other; without any, a browser of
-    all runs below `root` (by default `runs_root()`). Widgets where they can be
-    moved, else pictures. ValueError for runs of several notebooks, or without a row."""
+    """Overlay the numbers of these runs of one notebook; without any, browse all runs below `root`
+    (by default `runs_root()`). Widgets where they can be moved, else pictures. ValueError for runs
+    of several notebooks, or without a row."""
     return browser(*runs, root=root).show()
 
 
 def browser(
     *runs: LoadedRun | str | Path, root: str | Path | None = None, quantity: str = ""
 ) -> Panel:
-    """The panel of `explore`; quantity: what it begins with."""
+    """Panel of `explore`; quantity: the one shown first."""
     opened = [run if isinstance(run, LoadedRun) else load(run, root) for run in runs]
     notebooks = {str(run.record.get("notebook") or run.id.rpartition("-")[0]) for run in opened}
     if len(notebooks) > 1:
@@ -166,7 +166,7 @@ def browser(
 
 
 def _has(run: LoadedRun) -> bool:
-    """Whether the run has rows, which is quicker to see than to read them."""
+    """True if the run has rows, which is faster than reading them."""
     try:
         with (run.folder / "metrics.csv").open("rb") as file:
             return bool(file.readline() and file.readline())
@@ -175,7 +175,7 @@ def _has(run: LoadedRun) -> bool:
 
 
 def _reach(run: LoadedRun) -> int:
-    """At how many x the run measured; 0 for a damaged one."""
+    """Number of x values that the run measured; 0 for a damaged one."""
     try:
         return run.stored_metrics["x_value"].nunique()
     except ValueError:
@@ -254,7 +254,7 @@ def _panel(library: Mapping[str, Sequence[LoadedRun]], given: bool, quantity: st
         if ids and name != "setup":
             _offer(controls["setup"], setups(ids, controls["quantity"].value))
 
-    # without a wish the newest run that draws curves rather than points
+    # by default the newest run with curves rather than points
     newest = sorted(by_id.values(), key=_started, reverse=True)
     first = next((run for run in newest if _reach(run) > 2), newest[0])
     notebook = next(name for name, runs in library.items() if first in runs)
@@ -271,15 +271,15 @@ def _started(run: LoadedRun) -> str:
 
 
 def _offer(control: Any, options: Sequence[str]) -> None:
-    """These options, keeping what was chosen where it is among them."""
+    """Set the options of a control, keeping its value if it is among them."""
     before = control.value
     control.options = options
     control.value = before if before in options else options[0]
 
 
 def overlay(rows, quantity: str):
-    """Every curve of these rows, with its spread from q20 to q80 shaded: colours are backends where
-    each has one curve a run, dashes are runs. Beyond MOST_CURVES the rest is left out, and said."""
+    """Plot every curve of these rows, with its spread from q20 to q80 shaded: colours are backends
+    if each has one curve a run, dashes are runs. Curves beyond MOST_CURVES are noted, not drawn."""
     from matplotlib.figure import Figure
 
     keys = [name for name in ("run", "backend", "setup") if rows[name].nunique() > 1]
@@ -295,7 +295,7 @@ def overlay(rows, quantity: str):
                             bottom=0.13)  # fmt: skip
         lowest, highest, lines = float("inf"), 0.0, 0
         for number, ((run, backend, setup), line) in enumerate(groups[:MOST_CURVES]):
-            if line["x_value"].isna().all():  # rows over nothing stand one beside the other
+            if line["x_value"].isna().all():  # rows without x are placed side by side
                 line = line.assign(x_value=range(len(line)))
             line = line.drop_duplicates("x_value", keep="last").sort_values("x_value")
             good = line[line["median"].notna()]
@@ -331,8 +331,8 @@ def overlay(rows, quantity: str):
 
 
 def unlike(runs: Sequence[LoadedRun]) -> list[str]:
-    """What keeps these runs from being compared like with like: parameters, devices and versions
-    that differ, a sentence each."""
+    """Differences that prevent a like-for-like comparison of these runs: parameters, devices and
+    versions, one sentence each."""
     if len(runs) < 2:
         return []
     facts: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""One look for every figure, and which rows of a metrics table it shows."""
+"""Common style of all figures, and the selection of rows of a metrics table that they show."""
 
 import textwrap
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 from nsa.workbook import metrics
 
-# Okabe and Ito's palette, told apart by colour-blind readers; its yellow, too pale for a line on
-# white, is a grey here. The markers say the same in black and white.
+# Okabe and Ito's palette, distinct for colour-blind readers; its yellow, too pale for a line on
+# white, is a grey here. The markers make it readable in black and white.
 LOOKS = {
     "sequential": ("#7f7f7f", "s"),
     "masked": ("#E69F00", "^"),
@@ -28,7 +28,7 @@ PALETTE = (
     "#9467BD", "#6B6B00", "#7f7f7f",
 )  # fmt: skip
 MARKERS = "osD^vP<*>Xhpd"
-GREY, RED = "#777777", "#c00000"  # of notes, and of what should not be
+GREY, RED = "#777777", "#c00000"  # for notes, and for errors
 OTHERS = ("#C44E52", "d"), ("#1B7837", "H"), ("#4D4D4D", "8")
 STYLE = {
     "figure.dpi": 120,
@@ -61,13 +61,13 @@ def series(number: int) -> tuple[str, str]:
 
 
 def title(axes, text: str, note: str = "") -> None:
-    """The title at the left, a note such as the machine at the right, clear of all curves."""
+    """Set the title at the left and a note, e.g. the machine, at the right, clear of all curves."""
     axes.set_title(text)
     axes.set_title(note, loc="right", fontsize=8, color=GREY)
 
 
 def nothing(text: str):
-    """A figure that says why there is none."""
+    """Figure with the reason why there is nothing to draw."""
     with figure(1, 0.8) as (fig, (axes,)):
         axes.set_axis_off()
         axes.text(0.5, 0.5, text, ha="center", va="center")
@@ -76,8 +76,8 @@ def nothing(text: str):
 
 @contextmanager
 def figure(count: int, height: float):
-    """`with figure(2, 3.0) as (fig, panels)`: those of `panels` in the style, and in the end one
-    legend of all that they name."""
+    """`with figure(2, 3.0) as (fig, panels)`: axes of `panels` in the style, and at the end one
+    legend for all of them."""
     with style():
         fig, axes_list = panels(count, height)
         yield fig, axes_list
@@ -85,7 +85,7 @@ def figure(count: int, height: float):
 
 
 def panels(count: int, height: float):
-    """A figure and `count` axes of that height in inches, two a row."""
+    """Make a figure and `count` axes of that height in inches, two a row."""
     import matplotlib.pyplot as plt
 
     columns, rows = min(count, 2), -(-count // 2)
@@ -97,7 +97,7 @@ def panels(count: int, height: float):
 
 
 def legend(fig, axes_list) -> None:
-    """One legend below all panels, each name once."""
+    """Draw one legend below all panels, each name once."""
     found = {}
     for axes in axes_list:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -110,22 +110,22 @@ def legend(fig, axes_list) -> None:
             break
         made.remove()  # it would be cut off at both sides of the figure
     rows = -(-len(found) // columns)
-    even = -(-len(found) // rows)  # the last row is about as long as the others
+    even = -(-len(found) // rows)  # makes the last row about as long as the others
     if even < columns:
         made.remove()
         fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=even)
 
 
 def caption(fig, text: str) -> None:
-    """What the figure was drawn from, small and grey at its foot, which grows by as much; once."""
+    """Write the figure's source at its foot, small and grey, and enlarge the figure; only once."""
     if any(there.get_gid() == "source" for there in fig.texts):
         return
-    lines = textwrap.wrap(text, int(fig.get_figwidth() * 18))  # letters that fit beside each other
+    lines = textwrap.wrap(text, int(fig.get_figwidth() * 18))  # letters that fit in one line
     inches = 0.13 * len(lines) + 0.03
     fig.set_figheight(fig.get_figheight() + inches)
     share = inches / fig.get_figheight()
     held, engine = share, fig.get_layout_engine()
-    # One that is moved is no longer laid out: its height is held here. Without a layout it stays.
+    # A moved legend leaves the layout: its height is reserved here. Without a layout it stays.
     for legend in fig.legends if engine else ():
         high = legend.get_window_extent().height / fig.bbox.height + 0.1 / fig.get_figheight()
         held = max(held, share + high)
@@ -157,16 +157,16 @@ def write(fig, folder, name: str, source: str, kinds: Sequence[str] = ("svg",)) 
 
 
 def from_zero(axes) -> None:
-    """The y axis from 0, with a twentieth of it free above what is drawn."""
+    """Start the y axis at 0, with a twentieth of it free above the data."""
     top = axes.dataLim.y1  # -inf where nothing is drawn
     axes.set_ylim(0, top / 0.95 if top > 0 else None)
 
 
 def crosses(axes, failures, tokens, *, top: bool = True, colour=lambda name: look(name)[0]) -> None:
-    """A row of crosses for each (name, where on the x axis, its outcomes) of `failures`.
+    """Draw a row of crosses for each (name, positions on the x axis, their outcomes) of `failures`.
 
-    Along the top edge, or the foot; the outcomes stand beside the first cross, or the last where
-    the first is at the smallest of `tokens`, on the side where there is room.
+    Along the top edge, or the foot; the outcomes are written beside the first cross, or the last if
+    the first is at the smallest of `tokens`, on the side with room.
     """
     across = axes.get_xaxis_transform()
     for level, (name, where, outcomes) in enumerate(failures):
@@ -183,19 +183,19 @@ def crosses(axes, failures, tokens, *, top: bool = True, colour=lambda name: loo
 
 
 def plain_ticks(axes, tokens) -> None:
-    """A tick at each T that was measured, written out; from 8192 on in k of 1024."""
+    """Set a tick at each measured T, written out; at 8192 and above in k of 1024."""
     values = sorted(set(tokens))
     axes.set_xticks(values, list(map(length, values)))
-    axes.xaxis.minorticks_off()  # those of a log y axis carry its labels where it spans no decade
+    axes.xaxis.minorticks_off()  # those of a log y axis have its labels if it spans no decade
 
 
 def length(tokens: float) -> str:
-    """T in words: 32768 as 32k."""
+    """T as text: 32768 as 32k."""
     return f"{tokens / 1024:.0f}k" if tokens >= 8192 and tokens % 1024 == 0 else f"{tokens:.0f}"
 
 
 def log_axis(axis) -> None:
-    """Ticks at 1, 2 and 5 of each decade, written out, also where the axis spans no decade."""
+    """Set ticks at 1, 2 and 5 of each decade, written out, also if the axis spans no decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes, name = axis.axes, axis.axis_name
@@ -213,24 +213,24 @@ def log_axis(axis) -> None:
 
 
 def style():
-    """The rc context of every figure."""
+    """rc context of every figure."""
     import matplotlib
     import matplotlib.pyplot as plt
 
-    # Loads Jupyter's backend now: loaded inside the context, what it sets would be undone at the
+    # Load Jupyter's backend now: loaded inside the context, its settings would be undone at the
     # end, and only the first figure of a notebook would be shown.
     plt.draw_if_interactive()
     return matplotlib.rc_context(STYLE)
 
 
 def over_tokens(df):
-    """The rows over T in MiB, their numbers as floats."""
+    """Rows over T in MiB, their numbers as floats."""
     rows = df[(df["x_name"] == "tokens") & (df["unit"] == "MiB")]
     return rows.assign(median=rows["median"].astype(float), x_value=rows["x_value"].astype(float))
 
 
 def peaks(df, mode: str):
-    """The peaks of that mode; ValueError where there is none, with the modes there are."""
+    """Peaks of that mode; ValueError if there are none, with the available modes."""
     rows = over_tokens(df)
     rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == mode)]
     if rows.empty:
@@ -240,8 +240,8 @@ def peaks(df, mode: str):
 
 
 def models(rows) -> dict:
-    """Rows by model, in order of appearance, each sorted by T; of a point measured twice the last.
-    So a notebook's cell that is executed again replaces its points."""
+    """Rows by model, in order of appearance, each sorted by T; the last of a point measured twice,
+    so a notebook's cell that is executed again replaces its points."""
     rows = rows.assign(model=[metrics.model_name(config) for config in metrics.configs(rows)])
     point = ["model", "backend", "mode", "metric", "x_value"]
     rows = rows.drop_duplicates(point, keep="last")
@@ -252,7 +252,7 @@ def models(rows) -> dict:
 
 
 def by_tokens(rows, values: str, index=("model", "backend")):
-    """One line for each `index`, a column for each T; lines in order of appearance."""
+    """Pivot: one line for each `index`, a column for each T; lines in order of appearance."""
     table = rows.pivot_table(
         index=list(index), columns="x_value", values=values, aggfunc="last", sort=False,
         dropna=False,
@@ -269,6 +269,6 @@ def backends(frame) -> list[tuple]:
 
 
 def largest_common(frame) -> float:
-    """The largest T that every backend has; where they share none, the largest of any."""
+    """Largest T that every backend has; if they share none, the largest of any."""
     sets = [set(line["x_value"]) for _, line in backends(frame)]
     return max(set.intersection(*sets) or set.union(*sets))

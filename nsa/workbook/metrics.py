@@ -14,17 +14,17 @@ NUMBERS = ("x_value", "median", "q20", "q80")
 MEASURED = ("operation", "backend", "mode", "metric", "unit", "x_name", *NUMBERS, "config")
 COLUMNS = (*MEASURED, "device", "torch", "triton", "commit", "date")
 CURVE = ("operation", "backend", "mode", "metric", "x_name")
-ENDED = ("outcome", "message", "checked", "alone")  # of a config: how it went, no setting
-# Settings that come before all others: of two that tell the same rows apart the later is dropped.
+ENDED = ("outcome", "message", "checked", "alone")  # keys of a config on how it went, no settings
+# Settings that precede all others: of two that separate the same rows the later is dropped.
 FIRST = ("preset", "model", "layers", "attention", "heads", "kv_heads", "dim", "dtype", "queries",
          "batch", "tokens", "window")  # fmt: skip
 
 
 def row(given: dict, facts: dict) -> dict:
-    """A complete row: `config` as JSON, missing texts empty, missing numbers NaN, `facts` added.
+    """Complete row: `config` as JSON, missing texts empty, missing numbers NaN, `facts` added.
 
     ValueError names a column that does not exist, a row without operation, metric or device, or a
-    number that is none.
+    value that is not a number.
     """
     for name in given:
         if name not in COLUMNS:
@@ -45,7 +45,7 @@ def _cell(name: str, value) -> str | float:
             raise ValueError(f"{name} must be a number, got {value!r}") from None
     if name == "config" and not isinstance(value, str):
         return json.dumps(plain({} if value is None else value), sort_keys=True)
-    # a table read with pandas says NaN where it means nothing
+    # a table read with pandas has NaN for an empty text
     return "" if value is None or value != value else str(value)
 
 
@@ -57,9 +57,9 @@ def table(rows: list[dict]):
 
 
 def read(path: str | Path):
-    """A metrics.csv as a DataFrame: numbers as float, everything else as text; no file, no rows.
+    """Read a metrics.csv as a DataFrame: numbers as float, the rest as text; empty without a file.
 
-    Runs before December 2026 have `gpu`, the machine's, in the place of `device`.
+    Runs before December 2026 have `gpu`, the machine's, instead of `device`.
     """
     import pandas
 
@@ -72,17 +72,17 @@ def read(path: str | Path):
 
 
 def on_gpu(frame) -> bool:
-    """Whether there are rows and all of them were measured on GPUs."""
+    """True if there are rows and all of them were measured on GPUs."""
     return bool(len(frame)) and all(map(is_gpu, frame["device"]))
 
 
 def is_gpu(device: str) -> bool:
-    """Whether a row's `device` names a GPU."""
+    """True if a row's `device` is a GPU."""
     return device[:3] not in ("", "cpu")
 
 
 def configs(frame):
-    """The config column as a list of dicts; what is no JSON object is an empty one."""
+    """Config column as a list of dicts; an entry that is no JSON object becomes an empty one."""
 
     def read_one(text):
         with contextlib.suppress(TypeError, ValueError):
@@ -93,7 +93,7 @@ def configs(frame):
 
 
 def model_name(config: dict) -> str:
-    """A model's name as every table and plot shows it, e.g. "repro, 5 layers"."""
+    """Model name as in every table and plot, e.g. "repro, 5 layers"."""
     name, layers = str(config.get("preset") or config.get("model") or ""), config.get("layers")
     depth = f"{layers} layer{'s' if layers != 1 else ''}" if layers else ""
     return ", ".join(filter(None, (name, depth)))
@@ -102,10 +102,10 @@ def model_name(config: dict) -> str:
 def unmeasured(rows, *axes: Sequence[str], of: Mapping[str, Collection] | None = None) -> list[str]:
     """Names of the points that a claim lacks.
 
-    rows: with `outcome` as a column, and without a median where there is no value. of: the claim
-    speaks only of rows with these values in these columns. Lacking is a row without a median that
-    did not end in an answer, and a point of the grid that has no row: an axis is a list of columns,
-    its places are what all the rows have in them, the grid is their product.
+    rows: with `outcome` as a column, and without a median if there is no value. of: restricts the
+    claim to rows with these values in these columns. A point is missing if its row has no median
+    and did not end in an answer, or if the grid has no row there: an axis is a list of columns, its
+    places are all values of the rows in them, the grid is their product.
     """
     of, mine = of or {}, rows
     for name, values in of.items():
@@ -125,13 +125,13 @@ def _points(rows, columns: Sequence[str]) -> list[tuple]:
 
 
 def with_settings(frame):
-    """A metrics table with a column for each setting of `config` in which rows differ, at any x, as
-    few as tell all apart: rows that agree in them and in CURVE lie on one curve."""
+    """Add a column for each setting of `config` in which rows differ, at any x, as few as separate
+    all rows: rows that agree in them and in CURVE lie on one curve."""
     import pandas
 
     settings = configs(frame)
     keys = list(frame[list(CURVE)].astype(str).itertuples(index=False, name=None))
-    over = set(frame["x_name"])  # what is the axis is no setting
+    over = set(frame["x_name"])  # the axis is no setting
     names = {n for config in settings for n in config} - {*ENDED, *COLUMNS} - over
     parts = frame["operation"] if "run" not in frame else frame["run"] + "/" + frame["operation"]
     order = {name: place for place, name in enumerate(FIRST)}
@@ -141,7 +141,7 @@ def with_settings(frame):
         there = pandas.Series([value is not None for value in values], frame.index, dtype=bool)
         partly = there.groupby(parts).nunique().gt(1).any()
         if partly or any(isinstance(v, float) for v in values):
-            continue  # a number that was measured, or known only where it ended well
+            continue  # a measured number, or known only if it ended well
         values = [json.dumps(v) if isinstance(v, dict | list) else v for v in values]
         finer = [(*key, str(value)) for key, value in zip(keys, values, strict=True)]
         if len(set(finer)) > len(set(keys)):

@@ -1,4 +1,4 @@
-"""The folder of a run as it begins: by `nsa run`, by a batch, or by Run All in JupyterLab."""
+"""Creation of a run's folder: by `nsa run`, by a batch, or by Run All in JupyterLab."""
 
 import atexit
 import hashlib
@@ -12,14 +12,14 @@ from nsa.workbook import environment, identity, record
 from nsa.workbook.files import write_atomically, write_json
 from nsa.workbook.record import Record
 
-SESSION = "session"  # in record.json: which notebook is open, without its path
-_live: list["_Live"] = []  # at most one: the run of this kernel that is not over
+SESSION = "session"  # in record.json: the open notebook, without its path
+_live: list["_Live"] = []  # at most one: the run of this kernel that has not ended
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A run whose input is right and of which nothing is written; `name` is its folder's, `source`
-    the hash of what runs."""
+    """A run with checked input, before anything is written; `name` is its folder's, `source` the
+    hash of the code that runs."""
 
     notebook: Path
     given: dict[str, Any]
@@ -30,10 +30,10 @@ class Planned:
 
 
 def create_folder(root: str | Path, name: str, day: str | None = None) -> Path:
-    """A new folder `<root>/<day>/<name>`, or `<name>-2` and so on when that is taken.
+    """Create a folder `<root>/<day>/<name>`, or `<name>-2` and so on if that is taken.
 
-    mkdir is exclusive, so of two that ask at once each gets its own. ValueError when the place
-    cannot be written.
+    mkdir is exclusive, so concurrent callers get different folders. ValueError if the place cannot
+    be written.
     """
     folder = Path(root, day or datetime.now(UTC).strftime("%Y-%m-%d"), name)
     try:
@@ -52,8 +52,8 @@ def create_folder(root: str | Path, name: str, day: str | None = None) -> Path:
 
 
 def open_folder(root: str | Path, planned: Planned, **facts: Any) -> tuple[Path, Record]:
-    """The new folder of a run, with its parameters and environment, and its record, which has begun
-    and holds these facts too."""
+    """Create the folder of a run, with its parameters and environment, and its record, which has
+    begun and contains these facts too."""
     import yaml
 
     folder = create_folder(root, planned.name)
@@ -65,8 +65,8 @@ def open_folder(root: str | Path, planned: Planned, **facts: Any) -> tuple[Path,
 
 
 def open_run(notebook: Path, values: dict[str, Any]) -> Path:
-    """The folder of a new run of the notebook that is open in this kernel; one before it that is
-    not over is ended as interrupted."""
+    """Create the folder of a new run of the notebook that is open in this kernel; an earlier run
+    that has not ended is closed as interrupted."""
     from IPython import get_ipython
 
     _end("the notebook was run again before its last cell")
@@ -83,19 +83,19 @@ def open_run(notebook: Path, values: dict[str, Any]) -> Path:
 
 
 def runs_of(notebook: Path) -> Path:
-    """Where runs of a notebook that is open go: runs/ beside notebooks/, or beside it."""
+    """Folder for runs of an open notebook: runs/ beside notebooks/, or beside the notebook."""
     folder = notebook.resolve().parent
     return (folder.parent if folder.name == "notebooks" else folder) / "runs"
 
 
 class _Live:
-    """The run of this kernel, ended by its last cell or by one that fails."""
+    """Run of this kernel, ended by its last cell or by one that fails."""
 
     def __init__(self, kept: record.Record, shell: Any, last: dict):
         self.kept, self.shell, self.last = kept, shell, last
 
     def ran(self, result: Any) -> None:
-        """After a cell: IPython's ExecutionResult."""
+        """Callback after a cell, with IPython's ExecutionResult."""
         error = result.error_before_exec or result.error_in_exec
         if error is not None:
             interrupted = isinstance(error, KeyboardInterrupt)

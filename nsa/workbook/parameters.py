@@ -1,4 +1,4 @@
-"""A notebook's parameters: what it declares, and whether what was given fits, before anything runs.
+"""Parameters of a notebook: their declarations, and checks of given values before anything runs.
 
 papermill checks nothing: an unknown name is a warning and `-p N ten` runs with a string.
 """
@@ -20,7 +20,7 @@ from nsa.workbook import identity
 TYPES = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict, "list": list}
 EXAMPLES = {"int": "4", "float": "0.5", "str": "cpu", "bool": "true"}
 EXAMPLES |= {"list[int]": "128,256", "list[float]": "0.5,1.0", "list[str]": "gather,sdpa"}
-EXAMPLES |= {"dict": "'{layers: [1, 2]}'", "list": "'[{layers: 1}]'"}  # of anything, as in YAML
+EXAMPLES |= {"dict": "'{layers: [1, 2]}'", "list": "'[{layers: 1}]'"}  # of any content, as in YAML
 RANGE = re.compile(r"\(\s*(-?[\d.]+?)\s*\.\.\s*(-?\d[\d.]*)?\s*\)")
 CHOICES = re.compile(r"one of:?\s+([^;()]+)")
 CHECKED_BY = re.compile(r"^#\s*checked by\s+(.+)$", re.MULTILINE)
@@ -52,18 +52,18 @@ class Parameter:
 
 
 def declared(notebook: str | Path) -> dict[str, Parameter]:
-    """The parameters a notebook declares, by name.
+    """Parameters that a notebook declares, by name.
 
-    ValueError when there is no cell tagged `parameters`, or a line of it has no annotation of a
-    known type, no literal default or no comment.
+    ValueError if there is no cell tagged `parameters`, or a line of it has no annotation of a known
+    type, no literal default or no comment.
     """
     return _of_source(_source(notebook), Path(notebook).name)
 
 
 def check_together(notebook: str | Path) -> Callable[[Mapping[str, Any]], None]:
-    """What raises ValueError for values that the notebook could not run, each of its right type.
+    """Function that raises ValueError for well-typed values that the notebook could not run.
 
-    What knows is named in the parameters cell: `# checked by package.module:function`, one or
+    The checks are named in the parameters cell: `# checked by package.module:function`, one or
     several, each called with all values.
     """
     source = _source(notebook)
@@ -71,10 +71,10 @@ def check_together(notebook: str | Path) -> Callable[[Mapping[str, Any]], None]:
 
 
 def of_kernel(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Every parameter's value in a kernel whose `globals()` these are, checked as `nsa run` does.
+    """Values of all parameters in a kernel with these `globals()`, checked as `nsa run` does.
 
     So plain papermill, which checks nothing, and an edited cell in JupyterLab get the same errors.
-    Nothing is known of a kernel that keeps no history, as nbval's.
+    Nothing is known of a kernel without history, as nbval's.
     """
     if not any(namespace["In"]):
         return {}
@@ -107,7 +107,7 @@ def _source(notebook: str | Path) -> str:
 
 
 def _declares(source: str) -> bool:
-    """Whether a cell has lines as those of a parameters cell, and no others."""
+    """True if all lines of a cell are annotated assignments, as in a parameters cell."""
     try:
         lines = ast.parse(source).body
     except SyntaxError:  # a magic, or a mistake
@@ -156,10 +156,10 @@ def _parameter(notebook: str, name: str, kind: str, value: ast.expr, told: str) 
 
 
 def parse(text: str, kind: str) -> Any:
-    """One `-p name=text` of the command line as a value of type `kind`.
+    """Parse one `-p name=text` of the command line as a value of type `kind`.
 
-    Lists are `128,256` or `[128, 256]`, an item that holds a comma in quotes. What does not parse
-    comes back as the text itself, for `check` to refuse with the parameter's name.
+    Lists are `128,256` or `[128, 256]`, an item with a comma in quotes. Text that does not parse is
+    returned unchanged, for `check` to reject with the parameter's name.
     """
     text = text.strip()
     if kind.startswith("list["):
@@ -186,7 +186,7 @@ def parse(text: str, kind: str) -> Any:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """A YAML file of `name: value` lines. ValueError names the file and the line that is wrong."""
+    """Read a YAML file of `name: value` lines. ValueError names the file and the wrong line."""
     import yaml
 
     path = Path(path)
@@ -211,7 +211,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:
-    """`given` with every value of the declared type; ValueError for the first that is not."""
+    """Return `given` with every value of the declared type; ValueError for the first other one."""
     found = {}
     for name, value in given.items():
         if name not in declared:
@@ -221,7 +221,7 @@ def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, An
 
 
 def filled(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:
-    """Every parameter's value: the default of what is not `given`. Checks nothing."""
+    """Values of all parameters, with defaults for those not `given`. Checks nothing."""
     return {name: parameter.default for name, parameter in declared.items()} | given
 
 
@@ -235,7 +235,7 @@ def _checked(parameter: Parameter, value: Any) -> Any:
 
 
 def _one(parameter: Parameter, kind: str, value: Any) -> Any:
-    # True is an int for Python, and never what a caller of `layers=` meant
+    # True is an int in Python, and never meant by a caller of `layers=`
     if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):

@@ -1,4 +1,4 @@
-"""Where notebooks are found and where runs go, when the command line does not say it."""
+"""Default places of notebooks and runs, if the command line does not name them."""
 
 import os
 import shutil
@@ -10,14 +10,14 @@ from nsa.workbook.identity import PACKAGE
 
 
 def shipped() -> Path:
-    """The notebooks that came with the package: of its clone, else those inside of the wheel."""
+    """Notebooks that came with the package: those of its clone, else those inside the wheel."""
     clone = PACKAGE.parent / "notebooks"
     return clone if (clone / "params").is_dir() else PACKAGE / "notebooks"
 
 
 def home() -> Path | None:
-    """The current folder if it has notebooks, else the nearest above it that is a clone or was made
-    by `init`: `notebooks/params` tells. None where there is none."""
+    """Current folder if it has notebooks, else the nearest above it that is a clone or was made by
+    `init`, recognized by `notebooks/params`. None if there is none."""
     here = Path.cwd()
     if any(here.glob("notebooks/*.ipynb")):
         return here
@@ -26,7 +26,7 @@ def home() -> Path | None:
 
 
 def notebooks() -> str:
-    """Those of `home`, else those that came with the package."""
+    """Notebooks of `home`, else those that came with the package."""
     found = home()
     return _shown(found / "notebooks") if found else str(shipped())
 
@@ -37,8 +37,8 @@ def beside(name: str) -> str:
 
 
 def parameter_file(name: str, folder: str | Path) -> Path:
-    """A file of parameters: by path, or by the name of one that lies with the notebooks in `folder`
-    (`h200`, `h200.yaml`, `notebooks/params/h200.yaml`). ValueError where there is neither."""
+    """File of parameters, by path or by the name of one beside the notebooks in `folder` (`h200`,
+    `h200.yaml`, `notebooks/params/h200.yaml`). ValueError if there is neither."""
     path = Path(name)
     if path.exists():
         return path
@@ -52,9 +52,9 @@ def parameter_file(name: str, folder: str | Path) -> Path:
 
 
 def init(folder: str | Path) -> Path:
-    """Copies the shipped notebooks and their parameter files to `folder`/notebooks, all or none.
+    """Copy the shipped notebooks and their parameter files to `folder`/notebooks, all or none.
 
-    ValueError where that is there already, or cannot be written.
+    ValueError if that exists already, or cannot be written.
     """
     target = Path(folder, "notebooks")
     if target.exists():

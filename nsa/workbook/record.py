@@ -1,4 +1,4 @@
-"""record.json: the manifest of a run, kept true while it runs and after."""
+"""record.json: manifest of a run, kept correct while it runs and after."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,7 @@ from nsa.workbook.files import read_json, write_json
 from whyhung.process import procfs
 
 SCHEMA = 1
-STATUS_OF = {  # before its end a run is "running", or "lost" where its runner is gone
+STATUS_OF = {  # before its end a run is "running", or "lost" if its runner is gone
     "ok": "ok",
     "error": "failed",
     "timeout": "timeout",
@@ -25,7 +25,7 @@ STATUS_OF = {  # before its end a run is "running", or "lost" where its runner i
     "rank_died": "failed",
     "terminated": "killed",
     "interrupted": "interrupted",
-    "halted": "ok",  # ended in order because somebody asked for it
+    "halted": "ok",  # ended in order at a user's request
     # a guard ended a training in order
     "non_finite": "failed",
     "memory": "failed",
@@ -37,7 +37,7 @@ LOST_AFTER_S = 120.0
 
 
 class Record:
-    """Written as `running` when made, its heartbeat renewed by a thread until `close`."""
+    """Manifest, written as `running` when made; a thread renews its heartbeat until `close`."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Record:
         self._thread.start()
 
     def close(self, stop_reason: str, message: str = "") -> dict:
-        """The last word: status from the stop reason, the end and the duration."""
+        """Write the final state: status from the stop reason, the end and the duration."""
         self._done.set()
         self._thread.join()
         self.content.update(
@@ -100,21 +100,21 @@ class Record:
 
 
 def close_lost(folder: Path, message: str) -> None:
-    """The last word on a run whose runner is gone and can say nothing: why, as far as is known."""
+    """Write the final state of a run whose runner is gone, with the reason as far as known."""
     content = load(folder)
     content.update(status="lost", stop_reason="lost", ended=utc_now(), message=message)
     write_json(Path(folder) / "record.json", content)
 
 
 def status_now(record: dict) -> str:
-    """The stored status, but `lost` for a run whose runner is gone: at once where it ran on this
-    machine, else once its heartbeat is old. A live runner is never lost, however old its heartbeat
-    (a suspended laptop)."""
+    """Stored status, but `lost` for a run whose runner is gone: at once if it ran on this machine,
+    else once its heartbeat is old. A live runner is never lost, however old its heartbeat (a
+    suspended laptop)."""
     if record.get("status") != "running":
         return record.get("status", "lost")
     began = record.get("pid_started")
     if began and record.get("machine") == machine() and process_start(os.getpid()):
-        # compared, because the system gives numbers of ended processes to new ones
+        # compared, since the system reuses pids of ended processes
         return "running" if process_start(record.get("pid") or -1) == began else "lost"
     try:
         beat = datetime.fromisoformat(record["heartbeat"])
@@ -125,14 +125,14 @@ def status_now(record: dict) -> str:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process began, in clock ticks since the boot; None where none of this number lives,
-    and for a zombie, which only waits for its parent to look. Outside Linux always None."""
+    """Start of a process, in clock ticks since the boot; None if no process has this pid, and for a
+    zombie, which only waits to be reaped. Outside Linux always None."""
     seen = procfs.process(pid) if pid > 0 else None
     return seen.started if seen and seen.lives else None
 
 
 def machine() -> str:
-    """Tells machines, boots and containers with processes of their own apart without naming any."""
+    """Anonymous id that differs between machines, boots and containers with their own processes."""
     parts = [platform.node()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -141,17 +141,17 @@ def machine() -> str:
 
 
 def load(folder: Path) -> dict:
-    """The record; empty where there is none, or none that can be read."""
+    """Read the record; empty if there is none, or it is not readable."""
     found = read_json(Path(folder) / "record.json", {})
     return found if isinstance(found, dict) else {}
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM outside the time when the engine itself listens."""
+    """SIGTERM at a time when the engine itself does not handle it."""
 
 
 def termination_is_an_exception():
-    """A context in which SIGTERM raises Terminated; nothing changes outside the main thread."""
+    """Context in which SIGTERM raises Terminated; without effect outside the main thread."""
 
     def raise_it(_number, _frame):
         raise Terminated
@@ -161,7 +161,7 @@ def termination_is_an_exception():
 
 @contextlib.contextmanager
 def signals_handled(handlers: dict[int, Callable]):
-    """These handlers, in the main thread, until the old ones come back at the end."""
+    """Install these handlers, in the main thread, and restore the old ones at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

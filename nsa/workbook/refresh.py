@@ -27,7 +27,7 @@ VOLATILE = (
     "cell.metadata.papermill",
     "cell.metadata.scrolled",
 )
-# The kernel of whichever Python opens the notebook.
+# Kernel of whichever Python opens the notebook.
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
 
@@ -42,7 +42,7 @@ def clean(paths: list[Path], check: bool = False) -> int:
 
 def execute(path: Path) -> None:
     """Run every cell in a fresh kernel of this interpreter; replace the file once all passed.
-    nbclient.exceptions.CellExecutionError when a cell fails; the file is then as it was."""
+    Raises nbclient.exceptions.CellExecutionError if a cell fails; the file is then unchanged."""
     import nbformat
     from nbclient import NotebookClient
 

@@ -1,4 +1,4 @@
-"""A run as one HTML file without a network, its figures in one folder, a page of all runs."""
+"""A run as one self-contained HTML file, its figures in one folder, a page of all runs."""
 
 import re
 from functools import lru_cache
@@ -16,7 +16,7 @@ REMOTE = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)
 
 def publish_figures(folder: Path, root: Path, figures: Path) -> None:
     """Copy a run's PNG and SVG figures to `figures`, each beside a JSON that names the run.
-    `folder` is the run's, below `root`. OSError where `figures` cannot be written."""
+    `folder` is the run's, below `root`. OSError if `figures` cannot be written."""
     sources = sorted(p for p in (folder / "figures").glob("*") if p.suffix in (".png", ".svg"))
     if not sources:
         return
@@ -36,7 +36,7 @@ def render(source: str | Path, content: Any = None) -> Path:
     """Write `report.html` into a run folder, or `<name>.html` beside a notebook; returns its path.
 
     Code is folded, images are inside, links to the network are turned into plain text. `content`:
-    what to show of a run that was no notebook. ValueError when there is no notebook to show.
+    content of a run that was no notebook. ValueError if there is no notebook to show.
     """
     import nbformat
     from nbconvert.exporters import HTMLExporter
@@ -49,14 +49,14 @@ def render(source: str | Path, content: Any = None) -> Path:
         if not notebook.is_file():
             raise ValueError(f"{source} holds no notebook.ipynb; give a run's folder or a notebook")
         content = nbformat.read(notebook, as_version=4)
-    marked = "papermill-error-cell-tag"  # the header and the open cell say it already
+    marked = "papermill-error-cell-tag"  # the header and the open cell show it already
     content.cells = [c for c in content.cells if marked not in c.metadata.get("tags", [])]
     exporter = HTMLExporter(
         template_file="report.html.j2",
         extra_template_paths=[str(TEMPLATES)],
         exclude_anchor_links=True,
     )
-    # widgets are left out; the state they saved would only make the file large
+    # widgets are left out; their saved state would only make the file large
     exporter.exclude_output_prompt = exporter.exclude_input_prompt = True
     html, _ = exporter.from_notebook_node(content, {"report": _header(folder, notebook)})
     return write_atomically(target, closed(html, notebook.parent))
@@ -81,7 +81,7 @@ def index(root: str | Path) -> Path:
 
 @lru_cache(maxsize=1)
 def style() -> str:
-    """Our style sheet, and the colours of highlighted code for light and for dark."""
+    """Style sheet of the report, and the colours of highlighted code for light and for dark."""
     from pygments.formatters import HtmlFormatter
 
     own = (TEMPLATES / "report.css").read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def _header(folder: Path, notebook: Path) -> dict:
 
 
 def lasted(seconds: Any) -> str:
-    """45 s, 2.5 min; "" for what is no number."""
+    """Duration in words: 45 s, 2.5 min; "" if not a number."""
     if not isinstance(seconds, int | float):
         return ""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
@@ -146,7 +146,7 @@ def _environment(facts: dict) -> list[tuple[str, Any]]:
 
 
 def closed(html: str, folder: Path) -> str:
-    """No script, no frame, nothing fetched: pictures come in, links to the network become text."""
+    """Remove scripts and frames, embed pictures, and turn links to the network into text."""
     import base64
     import mimetypes
 

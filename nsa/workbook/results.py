@@ -14,7 +14,7 @@ from nsa.workbook.claim import UNDECIDED, VERDICTS, Claim
 from nsa.workbook.files import read_json, tracked_files
 from nsa.workbook.record import load, status_now
 
-TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")  # an id as `nsa explain` takes it
+TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")  # an id as `nsa explain` accepts it
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class Sentence(Claim):
 
     @property
     def key(self) -> str:
-        """Subject of the claim, without what was found: the text before a colon or semicolon."""
+        """Subject of the claim, without the finding: the text before a colon or semicolon."""
         return re.split("[:;] ", self.claim)[0]
 
     @property
     def where(self) -> str:
-        """The line that opens it, below the runs' root."""
+        """Line of verdicts.json where it begins, below the runs' root."""
         return f"{self.folder.parent.name}/{self.folder.name}/verdicts.json#L{self.line}"
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run that ended, as its folder tells."""
+    """A run that ended, read from its folder."""
 
     folder: Path
     record: dict[str, Any]
@@ -48,12 +48,12 @@ class StoredRun:
         return str(self.record.get("notebook") or self.folder.name.rpartition("-")[0])
 
     def opens(self, path: Path) -> str:
-        """A file or folder of the run, below the runs' root."""
+        """Path of a file or folder of the run, below the runs' root."""
         return path.relative_to(self.folder.parent.parent).as_posix()
 
     @cached_property
     def device(self) -> str:
-        """On what its rows were measured, in words; "" where it has none."""
+        """Devices on which its rows were measured, in words; "" without rows."""
         return " and ".join(sorted({row["device"] for row in self.rows} - {""}))
 
     @cached_property
@@ -85,7 +85,7 @@ class StoredRun:
 
     @property
     def metrics(self) -> str:
-        """Its rows, below the runs' root."""
+        """Path of its rows, below the runs' root."""
         return self.opens(self.folder / "metrics.csv")
 
     @cached_property
@@ -102,7 +102,7 @@ class StoredRun:
 
     @cached_property
     def sentences(self) -> list[Sentence]:
-        """Its claims, in order."""
+        """Claims of the run, in order."""
         file = self.folder / "verdicts.json"
         entries = read_json(file, [])
         text = file.read_text(encoding="utf-8") if entries else ""
@@ -122,7 +122,7 @@ class StoredRun:
         ]
 
     def _trials(self, text: str) -> Iterator[Path]:
-        """Folders of the trials that a text names, of those that the run carries."""
+        """Folders of the trials that a text names, if the run contains them."""
         for id in dict.fromkeys(TRIAL.findall(text)):
             if (self.folder / "trials" / id).is_dir():
                 yield self.folder / "trials" / id
@@ -131,7 +131,7 @@ class StoredRun:
 class Stored:
     """Runs that ended, newest first: reached their end, or were ended by a claim that failed.
 
-    live: a run that is not over, which counts as the newest.
+    live: a run that has not ended, which counts as the newest.
     """
 
     def __init__(self, folders: Iterable[Path], live: store.Run | None = None):
@@ -144,15 +144,15 @@ class Stored:
             self.runs.insert(0, StoredRun(live.folder, {"notebook": live.notebook}))
 
     def of(self, notebook: str) -> list[StoredRun]:
-        """The runs of a notebook, by the number it begins with."""
+        """Runs of a notebook, by the number it begins with."""
         return [run for run in self.runs if run.notebook.startswith(notebook)]
 
     def sentence(
         self, notebook: str, pattern: str, among: Callable[[StoredRun], bool] = lambda run: True
     ) -> Sentence | None:
-        """Worst of the devices' newest decided sentences that begin so; else the newest; else None.
+        """Worst of the devices' newest decided matches of `pattern`; else the newest; else None.
 
-        A newer run on another device does not mend what one device refutes.
+        A newer run on another device does not override what one device refutes.
         """
         found: list[Sentence] = []
         decided: dict[str, Sentence] = {}
@@ -168,8 +168,8 @@ class Stored:
     def rows(
         self, notebook: str, wanted: Callable[[dict[str, Any]], bool], **columns: Any
     ) -> tuple[StoredRun, list[dict[str, Any]]] | None:
-        """The rows with these columns that are `wanted`, of the newest run that has any; the median
-        of what was not measured is NaN, and its config has the outcome."""
+        """Rows with these columns that are `wanted`, of the newest run that has any; the median of
+        a value that was not measured is NaN, and its config has the outcome."""
         for run in self.of(notebook):
             same = (r for r in run.rows if all(r[name] == v for name, v in columns.items()))
             if found := [row for row in same if wanted(row)]:
@@ -178,12 +178,12 @@ class Stored:
 
 
 def open_stored(root: str | Path = "runs") -> Stored:
-    """The runs below `root`."""
+    """Open the runs below `root`."""
     return Stored(store.open_store(root).folders())
 
 
 def committed(root: str | Path = "runs") -> list[Path]:
-    """The run folders below `root` that git tracks. ValueError where there is no checkout."""
+    """Run folders below `root` that git tracks. ValueError if there is no checkout."""
     try:
         listed = tracked_files(root, "*/record.json")
     except (OSError, subprocess.CalledProcessError):
@@ -195,6 +195,6 @@ def committed(root: str | Path = "runs") -> list[Path]:
 
 
 def _refuted(folder: Path, record: dict[str, Any]) -> bool:
-    """A claim of it failed and ended it, which is a finding and no accident."""
+    """True if a failed claim ended the run, which is a finding and no accident."""
     failed = record.get("stop_reason") == "error" and "AssertionError" in record.get("message", "")
     return failed and store.overall(read_json(folder / "verdicts.json", [])) == "FAIL"

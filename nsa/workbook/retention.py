@@ -1,4 +1,4 @@
-"""Removal of runs: which ones git tracks, which are old, and how a folder goes."""
+"""Removal of runs: those that git tracks, those that are old, and deletion of a folder."""
 
 import shutil
 import subprocess
@@ -10,12 +10,12 @@ from nsa.workbook.files import tracked_files
 from nsa.workbook.record import load, status_now
 from nsa.workbook.store import Store
 
-GOING = ".going-"  # begins the name of a run that is being removed
+GOING = ".going-"  # prefix of a run that is being removed
 
 
 def tracked(root: str | Path) -> set[Path]:
-    """Folders of runs below `root` of which git tracks a file; none outside of a checkout. Where
-    git cannot tell, ValueError, so that nothing is removed on a guess."""
+    """Folders of runs below `root` with a file that git tracks; none outside of a checkout.
+    ValueError if git cannot list them, so that nothing is removed on a guess."""
     root = Path(root).resolve()
     if not any((place / ".git").exists() for place in (root, *root.parents)):
         return set()
@@ -41,7 +41,7 @@ def older(root: str | Path, age_s: float) -> dict[Path, float]:
 
 
 def began(record: dict, folder: Path) -> float:
-    """Time at which a run began, in seconds; of a damaged record, when its folder was written."""
+    """Time at which a run began, in seconds; for a damaged record, when its folder was written."""
     try:
         at = datetime.fromisoformat(record["started"])
         return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
@@ -50,8 +50,8 @@ def began(record: dict, folder: Path) -> float:
 
 
 def remove(folder: Path) -> None:
-    """Remove a run's folder, and its day's where that is empty then. A removal that is cut off
-    leaves no run. OSError where it cannot be removed; ValueError for a link."""
+    """Remove a run's folder, and its day's if that is empty then. An interrupted removal leaves no
+    run. OSError if it cannot be removed; ValueError for a link."""
     if folder.is_symlink():
         raise ValueError(f"{folder} is a link to {folder.readlink()}; remove the link by hand")
     going = folder.with_name(f"{GOING}{folder.name}-{time.time_ns()}")
@@ -63,5 +63,5 @@ def remove(folder: Path) -> None:
 
 
 def leftovers(root: str | Path) -> list[Path]:
-    """Folders of runs whose removal was cut off."""
+    """Folders of runs whose removal was interrupted."""
     return sorted(Path(root).glob(f"*/{GOING}*"))

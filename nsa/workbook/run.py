@@ -1,4 +1,4 @@
-"""Run one notebook into a dated folder that tells the truth, however it ends."""
+"""Run one notebook into a dated folder that records truthfully how it ends."""
 
 import contextlib
 import os
@@ -26,8 +26,8 @@ def plan_run(
     notebooks: str | Path = "notebooks",
     checked: bool = False,
 ) -> Planned:
-    """What `run_notebook` would run. ValueError for a wrong name or parameter; with `checked` it is
-    known that the values go together, which may take long to find out."""
+    """Plan the run of `run_notebook`. ValueError for a wrong name or parameter; `checked` skips the
+    check that the values are consistent, which may take long."""
     notebook = identity.find_notebook(name_or_path, notebooks)
     declared = parameters.declared(notebook)
     given = parameters.check(declared, given)
@@ -42,7 +42,7 @@ def plan_run(
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. `status`: ok, failed, timeout, killed or interrupted; `message`: why."""
+    """Result of a run. `status`: ok, failed, timeout, killed or interrupted; `message`: why."""
 
     folder: Path
     status: str
@@ -55,7 +55,7 @@ class RunResult:
 
     @property
     def good(self) -> bool:
-        """It ran to its end, and no verdict is FAIL."""
+        """True if it ran to its end, and no verdict is FAIL."""
         return self.status == "ok" and store.overall(self.verdicts) != "FAIL"
 
 
@@ -80,12 +80,12 @@ def run_notebook(
 
     A run of the same id that reached its end is returned instead, whatever its verdicts, unless
     `again`. The figures of a run that reached its end are copied to figures/ beside `root`. With
-    `evidence` only what `environment.check_evidence` lets through is run, and the trials that it
-    names are kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError
-    before anything starts; later failures are the result. With `ends_budgets` the notebook measures
-    only as much as `timeout_s` leaves time for; without it is cut. `began` gets the new folder
-    before anything runs in it; without `pages` the report and the page of all runs are left out;
-    `checked` as in `plan_run`.
+    `evidence`, `environment.check_evidence` has to pass, and the trials that the run names are
+    kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError before
+    anything starts; later failures are the result. With `ends_budgets` the notebook measures only
+    as much as `timeout_s` leaves time for; without, it is cut. `began` is called with the new
+    folder before anything runs in it; without `pages` the report and the page of all runs are left
+    out; `checked` as in `plan_run`.
     """
     import papermill  # noqa: F401  where it is missing, nothing is to be written
 
@@ -123,7 +123,7 @@ def run_notebook(
         content = record.close(stop_reason, message)
     if evidence:
         say("\n".join(keep.trials(folder)))
-    # Figures that cannot be copied and a report that cannot be drawn are said, and cost nothing.
+    # Failures to copy figures or to draw the report are printed, and have no other effect.
     if content["status"] == "ok":
         figures = root.parent / "figures"
         try:
@@ -140,8 +140,8 @@ def run_notebook(
 
 
 def runs_of(root: str | Path, name: str, evidence: bool = False) -> list[Path]:
-    """The runs of this id, oldest first, also those that had to be called `<name>-2`; with
-    `evidence` those alone that are."""
+    """Runs of this id, oldest first, also those named `<name>-2` and so on; with `evidence` only
+    those made as evidence."""
     patterns = (f"*/{name}/record.json", f"*/{name}-*/record.json")
     found = [path.parent for pattern in patterns for path in Path(root).glob(pattern)]
     found = [folder for folder in found if load(folder).get("evidence") or not evidence]
@@ -158,7 +158,7 @@ def _result(folder: Path, cached: bool = False) -> RunResult:
 def _execute(
     planned: Planned, folder, timeout_s, cell_timeout_s, progress, ends_budgets
 ) -> tuple[str, str]:
-    """papermill with our engine; returns the stop reason and the failure in one line."""
+    """Run papermill with our engine; returns the stop reason and the failure in one line."""
     import nbformat
     import papermill
     from papermill.exceptions import PapermillExecutionError
@@ -197,7 +197,7 @@ def _execute(
             message = f"{error.ename}: {error.evalue}"
     executed = nbformat.read(output, as_version=4)
     details = executed.metadata.papermill
-    # where the files lay is this machine's affair
+    # paths of the files depend on this machine
     details.update(input_path=notebook.name, output_path=output.name)
     write_notebook(output, executed)
     stop_reason = details["stop_reason"]
@@ -212,8 +212,8 @@ VERDICT = re.compile(rf"^(?:{'|'.join(VERDICTS)}): .*\n?", re.MULTILINE)
 
 
 def _relay(output) -> None:
-    """What the notebook prints, above the bar, and the lines of its progress; not its verdicts,
-    which stand at the end."""
+    """Print the notebook's output above the bar, and the lines of its progress; not its verdicts,
+    which are printed at the end."""
     from tqdm import tqdm
 
     if output.output_type == "stream":

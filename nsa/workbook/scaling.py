@@ -26,7 +26,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The geometric mean of `n` paired ratios, with its 95 % interval (NaN for a single pair)."""
+    """Geometric mean of `n` paired ratios, with its 95 % interval (NaN for a single pair)."""
 
     value: float
     low: float
@@ -54,8 +54,8 @@ def paired_ratio(base: Sequence[float], other: Sequence[float]) -> Ratio:
 
 @dataclass(frozen=True)
 class Line:
-    """y = at_0 + slope x through `n` points: the slope's 95 % interval, R2, and where the largest
-    residual is, as a share of the mean of y."""
+    """y = at_0 + slope x through `n` points: the slope's 95 % interval, R2, and the largest
+    residual as a share of the mean of y, with its x."""
 
     slope: float
     low: float
@@ -68,8 +68,8 @@ class Line:
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Least squares. ValueError as for `fit_exponent`, and below three points: two lie on a line
-    whatever they are."""
+    """Least squares. ValueError as in `fit_exponent`, and below three points, since two always lie
+    on a line."""
     x, y = _pairs(x, y)
     if len(x) < 3 or not np.isfinite(y).all():
         raise ValueError(f"a line wants three points or more, all measured, got {y.tolist()}")
@@ -95,8 +95,8 @@ class Slope:
 
 
 def robust_slope(x: Sequence[float], y: Sequence[float]) -> Slope:
-    """The median slope over all pairs of points, with Sen's interval from ranks; points whose y is
-    NaN are left out. A few outliers, a jump, or a stretch at another level move neither far.
+    """Median slope over all pairs of points, with Sen's interval from ranks; points with y NaN are
+    left out. A few outliers, a jump, or a stretch at another level move neither far.
 
     ValueError for lengths that differ.
     """
@@ -112,7 +112,7 @@ def robust_slope(x: Sequence[float], y: Sequence[float]) -> Slope:
 
 def local_exponents(x: Sequence[float], y: Sequence[float]) -> np.ndarray:
     """log(y2/y1) / log(x2/x1) for each pair of neighbours in x, n - 1 values. A pair with a failed
-    (NaN) point gives NaN. ValueError as for `fit_exponent`."""
+    (NaN) point gives NaN. ValueError as in `fit_exponent`."""
     x, y = _pairs(x, y)
     return np.diff(np.log(y)) / np.diff(np.log(x))
 
@@ -121,7 +121,7 @@ def fit_exponent(x: Sequence[float], y: Sequence[float]) -> Fit:
     """Least squares in log-log with a 95 % Student interval; points with y NaN are left out.
 
     One point or none gives NaN throughout. ValueError for lengths that differ, x that does not
-    grow, or a value that is not positive.
+    increase, or a value that is not positive.
     """
     x, y = _pairs(x, y)
     kept = np.isfinite(y)
@@ -147,7 +147,7 @@ def _pairs(x, y) -> tuple[np.ndarray, np.ndarray]:
 
 
 def crossing(tokens: list[int], ours: list[float], dense: list[float]) -> str:
-    """From which T on ours stays below dense, in words."""
+    """Smallest T at and above which ours stays below dense, in words."""
     gap = np.log(np.asarray(ours, float)) - np.log(np.asarray(dense, float))
     losing = np.flatnonzero(gap >= 0)
     if not len(losing):

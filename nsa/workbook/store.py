@@ -23,15 +23,15 @@ from nsa.workbook.opening import open_run
 from nsa.workbook.parameters import of_kernel
 from nsa.workbook.record import load, status_now
 
-LATEST = 5  # runs that an error names where none is alike
+LATEST = 5  # runs that an error names if none is similar
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a notebook's cells run."""
+    """Machine that runs a notebook's cells."""
 
     where: str  # "cpu" or "cuda"
-    name: str  # what figures call it
+    name: str  # its name in figures
 
     def __str__(self) -> str:
         import torch
@@ -44,18 +44,18 @@ class Machine:
 
     @property
     def threads(self) -> int | None:
-        """Of each child: one on a CPU, where several run beside each other; None: torch's own."""
+        """Threads of each child: 1 on a CPU, where several run in parallel; None: torch's own."""
         return 1 if self.on_cpu else None
 
     @property
     def note(self) -> str:
-        """What a figure of times says of the machine."""
+        """Note on the machine for a figure of times."""
         return f"{self.name}: only ratios mean anything" if self.on_cpu else self.name
 
 
 def find_machine(device: str, gpus: int = 1) -> Machine:
-    """The machine for a notebook's parameter `device`; "auto" is a GPU where torch finds so many.
-    Raises ValueError for another word, and for "cuda" without so many."""
+    """Machine for a notebook's parameter `device`; "auto" is a GPU if torch finds as many as
+    `gpus`. Raises ValueError for another word, and for "cuda" without as many."""
     import torch
 
     choice("device", device, ("auto", "cpu", "cuda"))
@@ -72,13 +72,13 @@ def find_machine(device: str, gpus: int = 1) -> Machine:
 
 
 class Run:
-    """One run's folder, seen from its notebook: rows, verdicts, figures, trials, witnesses."""
+    """One run's folder, as used by its notebook: rows, verdicts, figures, trials, witnesses."""
 
     def __init__(self, folder: str | Path, notebook: str = "", parameters: dict | None = None):
         self.folder = Path(folder)
         self.notebook = notebook
         self.parameters = dict(parameters or {})
-        self._device = ""  # of rows that do not say theirs, as `device` found it
+        self._device = ""  # for rows without a device, as `device` found it
 
     def __repr__(self) -> str:
         # without the folder: a committed notebook must not depend on where it ran
@@ -86,12 +86,12 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The folder's name, `<notebook>-<id>`; for a scratch run the notebook's alone."""
+        """Folder's name, `<notebook>-<id>`; for a scratch run the notebook's alone."""
         return load(self.folder).get("run_id") or self.notebook or self.folder.name
 
     @property
     def environment(self) -> dict:
-        """The snapshot stored with the run; taken now for a scratch run."""
+        """Snapshot stored with the run; taken now for a scratch run."""
         found = read_json(self.folder / "environment.json")
         if found is None:
             found = environment.snapshot(self.parameters.get("seed"))
@@ -101,10 +101,10 @@ class Run:
     def add_rows(self, rows: Any) -> None:
         """Append rows (mappings or a DataFrame) to metrics.csv.
 
-        `config` may be a mapping, stored as JSON. torch, triton, commit and date are filled where
+        `config` may be a mapping, stored as JSON. torch, triton, commit and date are filled if
         missing, and `device`, on which it was measured: "cpu" and "cuda" become the names of those,
-        and a row without is of what `device` found. A measurement that failed is a row too: no
-        median, `outcome` in its config.
+        and a row without one gets the device that `device` found. A failed measurement is also a
+        row: no median, `outcome` in its config.
         ValueError names a column that does not exist, or one that a row lacks.
         """
         import pandas
@@ -124,17 +124,17 @@ class Run:
         write_atomically(self.folder / "metrics.csv", table.to_csv(index=False))
 
     def metrics(self):
-        """The run's long table, columns metrics.COLUMNS; empty when nothing was measured."""
+        """Long table of the run, columns metrics.COLUMNS; empty if nothing was measured."""
         return metrics.read(self.folder / "metrics.csv")
 
     def devices(self) -> str:
-        """Those on which the rows so far were measured, in words."""
+        """Devices on which the rows so far were measured, in words."""
         return " and ".join(self.metrics()["device"].unique())
 
     def verdict(self, claim: str, verdict: str, evidence: Any) -> str:
         """Store one claim's verdict, replacing an earlier one on the same claim; returns it.
 
-        With it stands on which devices the run's rows were measured.
+        The devices on which the run's rows were measured are stored with it.
         """
         if verdict not in VERDICTS:
             raise ValueError(f"verdict {verdict!r} is not one of {', '.join(VERDICTS)}")
@@ -161,13 +161,13 @@ class Run:
 
     def show(self, figure: Any, name: str) -> None:
         """Write the figure as `name`.svg, with this run at its foot. A notebook displays it by
-        itself, as PNG. None, a plot that had nothing to draw, is left out."""
+        itself, as PNG. None, from a plot that had nothing to draw, is left out."""
         if figure is not None:
             looks.write(figure, self._made("figures"), name, self.source())
 
     def source(self) -> str:
-        """What a figure's foot says: the run, on what its rows were measured, torch, commit, day.
-        Of a scratch run nothing that changes from one to the next."""
+        """Text at a figure's foot: the run, the devices of its rows, torch, commit, day. For a
+        scratch run without anything that changes from one to the next."""
         stored, facts = load(self.folder), environment.provenance(self.environment)
         told = [f"run {self.id}", self.devices(), f"torch {facts['torch']}"]
         if stored:
@@ -176,8 +176,8 @@ class Run:
         return ", ".join(filter(None, told))
 
     def device(self, device: str, gpus: int = 1) -> Machine:
-        """What the cells run on, for a notebook's parameter `device`; see `find_machine`. Rows that
-        are added later were measured there, unless they say otherwise."""
+        """Machine that runs the cells, for a notebook's parameter `device`; see `find_machine`.
+        Rows that are added later get this device, unless they have another."""
         machine = find_machine(device, gpus)
         self._device = "cpu" if machine.on_cpu else machine.name
         return machine
@@ -191,11 +191,11 @@ class Run:
         write_json(self.folder / "witness.json", [*entries, record])
 
     def figure(self, name: str) -> Path:
-        """The path of a figure's file, its folder made."""
+        """Path of a figure's file; its folder is created."""
         return self._made("figures") / name
 
     def trial_folder(self, trial: str | int) -> Path:
-        """The folder of one trial, made."""
+        """Folder of one trial, which is created."""
         return self._made("trials", str(trial))
 
     def _made(self, *parts: str) -> Path:
@@ -205,12 +205,12 @@ class Run:
 
 
 def current(parameters: dict | None = None, notebook: str = "") -> Run:
-    """The run this notebook belongs to; `parameters` are its kernel's globals(), which are checked,
-    or a mapping of their values.
+    """Run that this notebook belongs to; `parameters` are its kernel's globals(), which are
+    checked, or a mapping of their values.
 
-    `nsa run` hands its folder in through NSA_RUN. In JupyterLab it is a run of its own, see
-    `nsa.workbook.opening`; under nbval a scratch folder that goes when the kernel goes. Its
-    tables are shown with every text whole. ValueError for parameters that could not be run.
+    `nsa run` passes its folder in NSA_RUN. In JupyterLab it is a run of its own, see
+    `nsa.workbook.opening`; under nbval a scratch folder that is removed with the kernel. Its tables
+    are shown with every text in full. ValueError for parameters that could not be run.
     """
     import pandas
 
@@ -237,21 +237,21 @@ class Store:
         self.root = Path(root)
 
     def folders(self) -> list[Path]:
-        """The run folders, oldest first."""
+        """Run folders, oldest first."""
         found = [path.parent for path in self.root.glob("*/*/record.json")]
         return sorted(found, key=lambda folder: (str(load(folder).get("started")), folder))
 
     def runs(self):
-        """One row a run: run, notebook, status, verdict, started, seconds, stop_reason, torch,
-        commit, device (all that its rows name), folder. A `running` run whose runner is gone shows
-        as `lost`."""
+        """Table with a row a run: run, notebook, status, verdict, started, seconds, stop_reason,
+        torch, commit, device (all in its rows), folder. A `running` run whose runner is gone is
+        shown as `lost`."""
         import pandas
 
         return pandas.DataFrame([summary(folder, self.root) for folder in self.folders()])
 
     def find(self, name: str | Path) -> Path:
-        """The folder of a run, by path, id, a prefix of it, `<date>/<id>` or `latest`. ValueError
-        when none or several fit; it names the nearest."""
+        """Folder of a run, by path, id, a prefix of it, `<date>/<id>` or `latest`. ValueError if
+        none or several match; it names the nearest."""
         if (Path(name) / "record.json").is_file():
             return Path(name)
         folders = self.folders()
@@ -261,7 +261,7 @@ class Store:
             return folders[-1]
         name = str(name).strip("/")
         paths = [folder.relative_to(self.root).as_posix() for folder in folders]
-        # the id alone, with the -2 of a second run, is what tables show
+        # the id alone, with the -2 of a second run, as in tables
         short = {path: re.search(r"[^-/]+(-\d{1,7})?$", path)[0] for path in paths}
         ways = {path: (path, path.split("/")[1], short[path]) for path in paths}
         fits = [path for path, (_, whole, _) in ways.items() if name in (path, whole)] or [
@@ -279,7 +279,7 @@ class Store:
         return self.root / fits[0]
 
     def metrics(self):
-        """Every run's metrics in one DataFrame, with the column `run` in front."""
+        """Metrics of all runs in one DataFrame, with the column `run` in front."""
         import pandas
 
         tables = []
@@ -298,7 +298,7 @@ def open_store(root: str | Path = "runs") -> Store:
 
 
 def summary(folder: Path, root: Path) -> dict:
-    """One run's line in the table of runs."""
+    """Row of a run in the table of runs."""
     record = load(folder)
     facts = environment.provenance(read_json(folder / "environment.json", {}))
     return {
@@ -314,6 +314,6 @@ def summary(folder: Path, root: Path) -> dict:
 
 
 def overall(verdicts: list[dict]) -> str:
-    """The worst of a run's verdicts, or "" when it has none."""
+    """Worst of a run's verdicts, or "" if it has none."""
     given = {entry.get("verdict") for entry in verdicts}
     return next((verdict for verdict in VERDICTS if verdict in given), "")

@@ -1,4 +1,4 @@
-"""What one step holds from its first allocation to its last: an area for each category."""
+"""Memory of one step from its first allocation to its last: an area for each category."""
 
 import json
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ from nsa.lab.measure.allocations import CATEGORIES
 from nsa.workbook import looks
 
 COLOURS = dict(zip(CATEGORIES, looks.PALETTE, strict=False)) | {"resident": "#c8c8c8"}
-# From what is always there to what comes and goes, so that a step's shape lies on top.
+# Permanent categories first and short-lived ones last, so that a step's shape is on top.
 UPWARDS = (
     "resident", "parameters", "optimizer_state", "gradients", "inputs", "activations", "temporaries"
 )  # fmt: skip
 
 
 def timeline(steps: Mapping[str, dict], height: float = 3.2):
-    """A panel for each title, of what `nsa.lab.measure.allocations.timeline` made of a step.
+    """Draw a panel for each title, with a step's data from `nsa.lab.measure.allocations.timeline`.
 
     Areas are stacked, in MiB or GiB; dashed lines and names mark the phases, a point the peak.
-    ValueError where no step is given.
+    ValueError if no step is given.
     """
     if not steps:
         raise ValueError("no step to draw; a record of --memory-snapshot has one as 'timeline'")
@@ -52,14 +52,14 @@ def timeline(steps: Mapping[str, dict], height: float = 3.2):
 
 
 def of_record(file: Path):
-    """The figure of the step in a memory-rankK.json."""
+    """Figure of the step in a memory-rankK.json."""
     found = json.loads(file.read_bytes())
     title = f"Step {found['step']}, rank {found['rank']}, {found['device']}"
     return timeline({title: found["timeline"]})
 
 
 def drawn(file: Path) -> Path:
-    """That figure as .svg beside it."""
+    """Draw that figure as .svg beside the file, and return its path."""
     import matplotlib.pyplot as plt
 
     fig, picture = of_record(file), file.with_suffix(".svg")
@@ -70,7 +70,7 @@ def drawn(file: Path) -> Path:
 
 
 def _phases(axes, phases: list, end: int) -> None:
-    """A dashed line where each begins; its name where there is room for it."""
+    """Draw a dashed line at each phase's start, with its name if there is room."""
     starts = [start for _, start in phases] + [end]
     for (name, start), behind in zip(phases, starts[1:], strict=True):
         axes.axvline(start, color="black", lw=0.7, ls="--", alpha=0.6)

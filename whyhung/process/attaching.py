@@ -1,6 +1,6 @@
-"""Looks at a job that runs already, and tells what each of its ranks does or waits for.
+"""Attach to a running job, and report what each of its ranks does or waits for.
 
-Nothing of the job is changed: /proc is read, and py-spy holds each process for milliseconds.
+The job is not changed: /proc is read, and py-spy pauses each process for milliseconds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from whyhung.watch import devices, flight_recorder, inside, kernel
 from whyhung.watch.evidence import Evidence
 
 SAMPLE_S = 0.25
-MOST_S = 1.5  # as long as asked for: then fewer looks must do
-FLIGHT_S = 3.0  # the job looks at its pipe once a second
+MOST_S = 1.5  # times the requested seconds at most: then fewer looks must do
+FLIGHT_S = 3.0  # the job polls its pipe once a second
 STALL_S = 0.5
 PIPE, DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "/tmp/nccl_trace_rank_"
 DUMPS = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
@@ -36,12 +36,12 @@ _LAUNCHERS = ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "slur
 
 
 def attach(pid: int, *, all_ranks: bool = False, seconds: float = 6.0) -> tuple[Evidence, Verdict]:
-    """What was seen of process `pid` and all below it in `seconds`, and the verdict of that.
+    """Observe process `pid` and its descendants for `seconds`; return the evidence and verdict.
 
-    all_ranks: of every rank of its launch on this node; pid may be the launcher or any rank.
-    HANG, what can never go on; STALLED, what waits quietly; SLOW:uncounted, what works.
+    all_ranks: observe every rank of its launch on this node; pid may be the launcher or any rank.
+    HANG: a wait that can never end. STALLED: a quiet wait. SLOW:uncounted: work.
 
-    Raises ValueError where there is no such process.
+    Raises ValueError if there is no such process.
     """
     notes: list[str] = []
     pid, started = _found(pid, notes)
@@ -76,7 +76,7 @@ def attach(pid: int, *, all_ranks: bool = False, seconds: float = 6.0) -> tuple[
 
 
 def _found(pid: int, notes: list[str]) -> tuple[int, int]:
-    """The process and when it began; of a thread its process."""
+    """Return the process ID and start time of `pid`; for a thread, those of its process."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         leader = int(status.partition("Tgid:")[2].split()[0])
@@ -98,9 +98,9 @@ def _found(pid: int, notes: list[str]) -> tuple[int, int]:
 
 
 def _launch_of(pid: int) -> int:
-    """The launcher above a rank: the nearest that has ranks below it, or starts them by its name.
+    """Return the launcher above a rank: the nearest with ranks below it, or with a launcher's name.
 
-    What started the launcher, as a script that begins several jobs, is none of the launch.
+    Ancestors of the launcher, such as a script that starts several jobs, are not part of it.
     """
     nearest = None
     while not (below := ranks_of(kernel.family({0: pid}))) or place(variables(pid))[0].isdecimal():
@@ -120,7 +120,7 @@ def _launch_of(pid: int) -> int:
 
 
 def _counters(pid: int, told: Mapping[str, str]) -> Path | None:
-    """Where it counts its progress, if it was started with `inside.environment`."""
+    """Return the folder of progress counters; None if not started with `inside.environment`."""
     given = told.get(inside.FOLDER)
     if not given:
         return None
@@ -132,7 +132,7 @@ def _counters(pid: int, told: Mapping[str, str]) -> Path | None:
 
 
 def _ranks(root: int, pid: int, all_ranks: bool, folder: Path | None, notes: list[str]):
-    """What Observer asks for: {rank: Counted} of all of a launch, or of one process."""
+    """Return Observer's `ranks` callable: {rank: Counted} of a whole launch, or of one process."""
     below = kernel.family({0: root})
     found = ranks_of(below)
     if all_ranks or (len(found) > 1 and pid not in found.values()):
@@ -156,7 +156,7 @@ def _ranks(root: int, pid: int, all_ranks: bool, folder: Path | None, notes: lis
 
 
 def _observe(observer: Observer, seconds: float) -> None:
-    """Samples, and as many looks as fit, LOOKS + 1 if they do."""
+    """Sample, and take as many looks as time allows, LOOKS + 1 if they fit."""
     every = seconds / (LOOKS + 1)
     taken, due = 0, 0.0
     while True:
@@ -179,7 +179,7 @@ def _is_distributed(evidence: Evidence, told: Mapping[str, str]) -> bool:
 def _flights(
     pids: Mapping[int, int], told: Mapping[str, str], notes: list[str]
 ) -> dict[int, list[dict[str, Any]]]:
-    """NCCL's Flight Recorders, of a job that was started with a pipe for that."""
+    """Return NCCL's Flight Recorders, if the job was started with a pipe for them."""
     if not told.get(PIPE):
         return {}
     asked, found = {}, {}

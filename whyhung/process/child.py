@@ -1,11 +1,11 @@
-"""The inside of a trial: `python -X faulthandler -m whyhung.process.child ENTRY SPEC RESULT`.
+"""Child process of a trial: `python -X faulthandler -m whyhung.process.child ENTRY SPEC RESULT`.
 
-Calls ENTRY ("package.module:function") with the JSON object in the file SPEC and leaves in the file
+Calls ENTRY ("package.module:function") with the JSON object in the file SPEC and writes to the file
 RESULT {"status": "ok", "result": ...}, or the status "oom" or "error" with a message, the
-traceback's tail and the time, and "refused" where there is no such function. Where RESULT is a
-folder, this is rank K of several: it leaves rank-K.json there, says in place-K.json where it
-stands, and on SIGUSR1 writes the stack of every thread to stacks-K.txt. All JSON appears whole or
-not at all. Imports as little as it can.
+traceback's tail and the time, and "refused" if there is no such function. If RESULT is a folder,
+this is rank K of several: it writes rank-K.json there, its current place to place-K.json, and on
+SIGUSR1 the stack of every thread to stacks-K.txt. All JSON files are written atomically. Imports
+as little as possible.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _NO_MEMORY = (
     "can't allocate memory",  # torch's CPU allocator
     "cublas_status_alloc_failed",
 )
-# What a rank says that lost another, or waited for it in vain.
+# Messages of a rank that lost another, or waited for it in vain.
 _LOST = re.compile(
     r"DistNetworkError|connection (was |has been )?(likely )?(reset|closed|refused|aborted|lost)"
     r"|broken pipe|socket (closed|timeout)|remote process exited|ncclRemoteError|ncclSystemError"
@@ -44,14 +44,14 @@ _ELSE = re.compile(r"\[Errno|HTTP|urllib|requests\.|\bssl\b", re.IGNORECASE)  # 
 
 
 def put(path: str | os.PathLike, content: dict, indent: int | None = None) -> None:
-    """Writes JSON; whoever reads meanwhile finds what was there before."""
+    """Write JSON atomically; concurrent readers see the previous content."""
     unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.unfinished")
     unfinished.write_text(json.dumps(content, indent=indent), encoding="utf-8")
     unfinished.replace(path)
 
 
 def read(path: str | os.PathLike, default: dict | None = None) -> dict | None:
-    """What `put` wrote, `default` where that cannot be read."""
+    """Return the content written by `put`, or `default` if it cannot be read."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -59,14 +59,14 @@ def read(path: str | os.PathLike, default: dict | None = None) -> dict | None:
 
 
 def standing(place: str) -> None:
-    """Tells the supervisor where this rank stands; outside a launch it does nothing."""
+    """Report this rank's current place to the supervisor; no effect outside a launch."""
     if FOLDER in os.environ:
         content = {"place": place, "pid": os.getpid(), "since": time.time()}
         put(Path(os.environ[FOLDER], f"place-{os.environ['RANK']}.json"), content)
 
 
 def failure(error: BaseException) -> dict:
-    """An exception as a record: status, message, tail of the traceback, when.
+    """Return an exception as a record: status, message, tail of the traceback, time.
 
     Frames that only lead to the trial's own are left out.
     """
@@ -87,7 +87,7 @@ def failure(error: BaseException) -> dict:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or one that it came from, says that memory was asked for in vain."""
+    """Return True if `error`, or one that caused it, reports a failed memory allocation."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -106,12 +106,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def lost_another(message: str) -> bool:
-    """Whether a rank's error says no more than that another rank is gone or does not come."""
+    """Return True if a rank's error reports only that another rank is gone or does not come."""
     return bool(_LOST.search(message)) and not _ELSE.search(message)
 
 
 def resolve(entry: str):
-    """What "package.module:name" names; None where the module has no such name."""
+    """Return the object that "package.module:name" names; None if the module has no such name."""
     module, _, name = entry.partition(":")
     found = importlib.import_module(module)
     for part in name.split("."):
@@ -120,10 +120,10 @@ def resolve(entry: str):
 
 
 def main(entry: str, spec_file: str, result: str) -> int:
-    """Runs the trial or the rank; 0 if `entry` returned, else 1."""
+    """Run the trial or the rank; return 0 if `entry` returned, else 1."""
     die_with_parent()
     let_others_look()
-    # Short of memory, the kernel then takes the trial rather than the notebook that waits for it.
+    # If memory runs out, the kernel then kills the trial rather than the notebook waiting for it.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     known = set(sys.path)
@@ -136,7 +136,7 @@ def main(entry: str, spec_file: str, result: str) -> int:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         standing("starting")
     else:
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # where a late trial stands
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks of a late trial
     try:
         spec = json.loads(Path(spec_file).read_text(encoding="utf-8"))
         function = resolve(entry)
@@ -160,6 +160,6 @@ if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    # To take torch apart takes as long as to load it, and threads of a process group that an error
+    # Tearing torch down takes as long as loading it, and threads of a process group that an error
     # left open would abort a plain exit.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Steps of a torch.nn.Module that has none of its own, where nothing needs to be guessed."""
+"""Steps for a torch.nn.Module without its own step(i), where nothing needs to be guessed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BATCH, LENGTH = 2, 16
 
 
 class DefaultStep:
-    """A forward, a backward and AdamW: `model`'s own example inputs, or random tokens.
+    """Forward, backward and AdamW on `model`'s own example inputs, or on random tokens.
 
-    The loss is what the model returns as one, else the mean of the squares of its output.
-    ValueError where it would have to guess inputs; the message has the lines that would do.
+    The loss is the one that the model returns, else the mean square of its output. Raises
+    ValueError if inputs would have to be guessed; the message has the lines to add.
     """
 
     def __init__(self, model: nn.Module, subject: str, settings: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ class DefaultStep:
 
 
 def _inputs(model: nn.Module, settings: Mapping[str, Any]) -> tuple[tuple, dict] | None:
-    """(positional, named), None where nothing tells them."""
+    """Return the inputs as (positional, named), or None if they cannot be determined."""
     for name in EXAMPLES:
         given = getattr(model, name, None)
         given = given() if callable(given) else given
@@ -65,7 +65,7 @@ def _inputs(model: nn.Module, settings: Mapping[str, Any]) -> tuple[tuple, dict]
     if tokens is None or not tables or not set(needed) <= {tokens, targets}:
         return None
     device = tables[0].weight.device
-    # Of a learned table of positions, no longer than it is; of the vocabulary, the smallest index.
+    # The first table is the vocabulary; the smallest, which may hold positions, bounds the length.
     shortest = min(table.num_embeddings for table in tables)
     size = (BATCH, min(int(settings.get("tokens", LENGTH)), shortest))
     ids = torch.randint(tables[0].num_embeddings, size, device=device)
@@ -103,9 +103,9 @@ yours, and name subject={module}:make
 
 
 def made(found: Any, settings: Mapping[str, Any], subject: str) -> Any:
-    """What a module, its class or a factory without (settings, progress) gives; settings by name.
+    """Return a module as is; call a class, or a factory without (settings, progress), by keyword.
 
-    ValueError where the settings do not suit it.
+    Raises ValueError if the settings do not fit the signature.
     """
     if isinstance(found, nn.Module):
         return found

@@ -1,11 +1,11 @@
-"""Start a child that is told from all others, and end it with everything that it started.
+"""Start a child that can be told apart from all others, and end it with everything it started.
 
-A worker may live in a session of its own, or outlive its parent and be adopted by init, so neither
-process groups nor the tree of parents is enough. Each inherits its starter's environment, though: a
-cookie in it finds them, and whoever dropped the environment is found below one that did not, as
-long as that one lives. Finding reads /proc, so outside Linux nobody is found.
+A worker may have its own session, or outlive its parent and be adopted by init, so neither process
+groups nor the tree of parents is enough. Each inherits its parent's environment, though: a cookie
+in it identifies them, and a process that dropped its environment is found below one that did not,
+as long as that one lives. The search reads /proc, so nothing is found outside Linux.
 
-Imports as little as it can: kernels and trials load it before anything else.
+Imports as little as possible: kernels and trials load it before anything else.
 `python -m whyhung.process.family MODULE ARG...` runs a module that ends with its parent;
 `python family.py --guard COOKIE` ends a family when its standard input does.
 """
@@ -32,43 +32,43 @@ _PR_SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 def new_cookie() -> str:
-    """A cookie of its own that still belongs to the family around this process, if there is one."""
+    """Return a new cookie that still belongs to the family around this process, if there is one."""
     return f"{os.environ.get(COOKIE, '')}/{uuid.uuid4().hex}"
 
 
 def environment(given: Mapping[str, str], cookie: str) -> dict[str, str]:
-    """`given` for a child of this process: it carries `cookie`, and imports this very package."""
+    """Return `given` for a child of this process, with `cookie` and this package importable."""
     paths = [_HOME, *filter(None, given.get("PYTHONPATH", "").split(os.pathsep))]
     ours = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), COOKIE: cookie}
     return {**given, **ours, PARENT: str(os.getpid())}
 
 
 def die_with_parent() -> None:
-    """Called first in a child started with `environment`: SIGKILL when its starter is gone.
+    """Request SIGKILL once the parent is gone; call first in a child started with `environment`.
 
-    Works where the child cannot, stuck in C with the GIL held. Linux sends the signal when the
-    thread that started the child ends. Who is `guarded` is ended by its guard, which must find the
-    tree below it whole.
+    Works even if the child is stuck in C with the GIL held. Linux sends the signal when the thread
+    that started the child ends. A `guarded` child is ended by its guard instead, which must find
+    the tree below it whole.
     """
     if os.environ.pop(GUARDED, None) is None:
         end_with_thread()
     parent = os.environ.pop(PARENT, None)
-    if parent is not None and os.getppid() != int(parent):  # it ended before the request stood
+    if parent is not None and os.getppid() != int(parent):  # it ended before the request
         os._exit(1)
 
 
 def end_with_thread() -> None:
-    """Ask the kernel for SIGKILL when the thread that started this child has ended."""
+    """Request SIGKILL from the kernel once the thread that started this child has ended."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def let_others_look(*, children: bool = False) -> None:
-    """Called in a child: whoever may signal it may also ptrace it, as py-spy does.
+    """Let every process that may signal this child also ptrace it, as py-spy does.
 
-    Under Yama's ptrace_scope 1, the usual one of desktops, only its ancestors could, and py-spy is
-    none. Without Yama it changes nothing. children: those that it forks let them as well; without
-    a line of Python, in which a signal's handler could raise what is lost there.
+    Under Yama's ptrace_scope 1, the default on desktops, only its ancestors could, and py-spy is
+    not one. No effect without Yama. children: forked children do the same, without running any
+    Python, in which a signal handler could raise an exception that would be lost.
     """
     with contextlib.suppress(OSError, AttributeError):
         let = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PTRACER, _ANYBODY)
@@ -78,18 +78,18 @@ def let_others_look(*, children: bool = False) -> None:
 
 
 def stat(process: Path) -> list[str]:
-    """What /proc tells of a process or thread after "pid (name) ": state, parent, ...
+    """Return the stat fields of a process or thread after "pid (name) ": state, parent, ...
 
-    Raises OSError where it is gone.
+    Raises OSError if it is gone.
     """
     # the name may hold anything, parentheses too
     return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def family(cookie: str, roots: Collection[int] = ()) -> set[int]:
-    """Live processes that carry `cookie` or one made below it, `roots`, and all descendants.
+    """Return live processes with `cookie` or one derived from it, `roots`, and all descendants.
 
-    Never this process itself.
+    This process itself is never included.
     """
     mark = f"{COOKIE}={cookie}/".encode()
     parents: dict[int, int] = {}
@@ -114,9 +114,9 @@ def family(cookie: str, roots: Collection[int] = ()) -> set[int]:
 
 
 def end_family(cookie: str, roots: Collection[int] = ()) -> set[int]:
-    """SIGKILL all of them, again until none is left; returns those left after 5 s.
+    """Send SIGKILL to the whole family until none is left; return those left after 5 s.
 
-    `roots` must not have been waited for: their numbers could be somebody else's by now.
+    `roots` must not have been waited for, since their PIDs could have been reused by now.
     """
     deadline = time.monotonic() + _WITHIN_S
     while left := family(cookie, roots):
@@ -131,10 +131,10 @@ def end_family(cookie: str, roots: Collection[int] = ()) -> set[int]:
 
 @contextlib.contextmanager
 def guarded(cookie: str) -> Iterator[dict[str, str]]:
-    """While it lasts: a SIGKILL of this process ends the family too, whatever session it is in.
+    """End the family even if SIGKILL ends this process in the block, whatever session it is in.
 
-    A process of its own waits for that; it is none of the family, and reads a pipe that only this
-    process holds open. Yields variables for the child; none where nobody could be started to wait.
+    A guard process outside the family waits for that, on a pipe that only this process holds open.
+    Yields variables for the child; none if the guard could not be started.
     """
     command = [sys.executable, "-I", "-S", __file__, "--guard", cookie]
     null = subprocess.DEVNULL
@@ -148,13 +148,13 @@ def guarded(cookie: str) -> Iterator[dict[str, str]]:
         yield {GUARDED: "1"}
     finally:
         with contextlib.suppress(OSError):
-            guard.stdin.write(b".")  # it need not look
+            guard.stdin.write(b".")  # the guard need not act
             guard.stdin.close()
         guard.wait()
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; a signal without a name, as real-time ones are, by its number."""
+    """Return a signal's name, "SIGKILL" for 9; a real-time signal has none and is "signal N"."""
     try:
         return signal.Signals(number).name
     except ValueError:

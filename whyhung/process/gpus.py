@@ -1,4 +1,4 @@
-"""A machine's GPUs, lent to one trial each: beside another one a trial is not trusted."""
+"""A machine's GPUs, lent to one trial each: a trial that shares its GPU is not trusted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from whyhung.process import preflight
 
 
 class Gpus:
-    """`with gpus.one() as gpu:` waits until one is free and has it alone; who asked first is first.
+    """Pool of exclusive GPUs: `with gpus.one() as gpu:` waits for one, first come, first served.
 
-    gpu is what CUDA_VISIBLE_DEVICES, and `runner.run`, take; None where `names` is empty: what
-    needs none waits for nobody. A name that stands there n times is lent to n, who share it.
+    gpu is a value for CUDA_VISIBLE_DEVICES and `runner.run`; None, without waiting, if `names` is
+    empty. A name that occurs n times is lent to n trials at a time, which share it.
     """
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
@@ -43,7 +43,7 @@ class Gpus:
             self._waiting.append(turn)
         try:
             return turn.result()
-        except BaseException:  # interrupted: what it gets now, or has just got, is for the next
+        except BaseException:  # interrupted: a GPU that it has just got is for the next
             if not turn.cancel():
                 self._give(turn.result())
             raise
@@ -59,12 +59,12 @@ class Gpus:
 
 
 def only(gpu: str | None) -> dict[str, str]:
-    """The variables under which a child process sees this GPU and no other; none for None."""
+    """Return variables under which a child process sees this GPU only; empty for None."""
     return {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
 
 
 def all_visible() -> Gpus:
-    """Those that this process may use."""
+    """Return the GPUs that this process may use."""
     names = preflight.visible()
     if names is None:
         names = [str(index) for index in range(len(preflight.gpus("name")))]

@@ -1,6 +1,6 @@
-"""Another interpreter, with a torch of its own: whether it can run a subject, and what would do.
+"""Check that another interpreter, with its own torch, can run a subject, else suggest a remedy.
 
-It takes this package from here, and all other packages from its own: torch, numpy, jaxtyping.
+It uses this package from here, and its own installation of all others: torch, numpy, jaxtyping.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ DEADLINE_S = 180.0  # to load torch once, from a cold disk
 
 @lru_cache(maxsize=32)
 def check(python: str, subject: str) -> dict[str, str]:
-    """{"python", "torch"}: its versions. Loads torch and the subject's module there, once.
+    """Return its versions, {"python", "torch"}; loads torch and the subject's module there, once.
 
-    Raises ValueError for an interpreter that is not there, has no torch, or cannot import the
-    subject, with what would do.
+    Raises ValueError, with a remedy, if the interpreter does not exist, has no torch, or cannot
+    import the subject.
     """
     if shutil.which(python) is None:
         raise ValueError(
@@ -53,7 +53,7 @@ def check(python: str, subject: str) -> dict[str, str]:
 
 
 def imported(given: dict[str, Any]) -> dict[str, str]:
-    """The inside of `check`'s child."""
+    """Body of `check`'s child: import torch and the module, and return the versions."""
     import platform
 
     torch = importlib.import_module("torch")

@@ -1,14 +1,14 @@
-"""Ranks of one host under torchrun, and what each of them says of itself in files.
+"""Ranks of one host under torchrun, and the files in which each reports its state.
 
 `python -m whyhung.process.launch RANKS PORT FOLDER MODULE ARG...` is torchrun as a function. It
-runs `python -m MODULE ARG...` as RANKS processes of this host and leaves in FOLDER exits.json, the
-exit codes of those that failed. PORT 0 finds a free one. What torchrun itself has to say is in
+runs `python -m MODULE ARG...` as RANKS processes of this host and writes to FOLDER exits.json, the
+exit codes of those that failed. PORT 0 finds a free one. torchrun's own messages go to
 FOLDER/torchrun.log; the ranks keep this process's standard output and error.
 
-A rank leaves rank<r>.json: {"rank", "pid", "state", "time"}, and of a failure its message and
-traceback; and rank<r>.log, its output and its errors. A rank that says "running" and whose process
-is gone was killed. That comes before whatever the others say: they lose their connection to it, or
-are asked to end. This module imports as little as it can.
+A rank writes rank<r>.json: {"rank", "pid", "state", "time"}, and after a failure its message and
+traceback; and rank<r>.log, its output and errors. A rank whose state is "running" and whose process
+is gone was killed. That takes precedence over the other ranks' reports: they lose their connection
+to it, or are terminated. This module imports as little as possible.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from whyhung.process import family
 from whyhung.process.child import lost_another, put, read
 
 ENDING_S = 8.0  # for ranks to end by themselves after Ctrl-C
-STUCK_S = 5.0  # how long a rank may take to end after Ctrl-C; a collective never looks for one
+STUCK_S = 5.0  # for a rank to end after Ctrl-C, which a collective never checks for
 TAIL_LINES = 40
 EXITING = 0x4  # PF_EXITING among a process's flags, field 9 of /proc/<pid>/stat
 
@@ -38,13 +38,13 @@ EXITING = 0x4  # PF_EXITING among a process's flags, field 9 of /proc/<pid>/stat
 def launch(
     module: str, arguments: Sequence[str], *, ranks: int, folder: Path, port: int | None = None
 ) -> dict[int, int] | None:
-    """`python -m module arguments...` as `ranks` processes under torchrun; returns when all ended.
+    """Run `python -m module arguments...` as `ranks` processes under torchrun until all have ended.
 
-    None when all ended well, else the exit codes of those that torchrun saw fail, by rank; empty
-    when it could not tell. However it ends, exceptions such as KeyboardInterrupt included, no
-    process of theirs is left.
+    Returns None if all succeeded, else the exit codes of ranks that torchrun saw fail, by rank;
+    empty if unknown. However it ends, including exceptions such as KeyboardInterrupt, none of
+    their processes is left.
 
-    Raises ValueError when `port` is in use; None finds a free one.
+    Raises ValueError if `port` is in use; None finds a free one.
     """
     if port is not None:
         check_port(port)
@@ -75,7 +75,7 @@ def launch(
 
 
 def check_port(port: int) -> None:
-    """Raises ValueError unless a server can be started at this port of this host."""
+    """Raise ValueError unless a server can be started at this port of this host."""
     if not 0 < port < 2**16:
         raise ValueError(f"port {port} is none; 1 to 65535 are, e.g. 29500")
     with socket.socket() as probe:
@@ -90,9 +90,9 @@ def check_port(port: int) -> None:
 
 
 def main(ranks: int, port: int, folder: str, module: str, *arguments: str) -> int:
-    """0 when every rank ended well, else 1."""
+    """Run the ranks under torchrun; return 0 if every rank succeeded, else 1."""
     family.die_with_parent()
-    # before torch makes the handlers of its loggers
+    # before torch creates its log handlers
     sys.stderr = open(Path(folder, "torchrun.log"), "w", buffering=1)  # noqa: SIM115
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -124,7 +124,7 @@ def main(ranks: int, port: int, folder: str, module: str, *arguments: str) -> in
 
 
 class Both:
-    """What Python writes, into the log and to where it went before if somebody reads there."""
+    """Text stream into the log, and into the previous stream as long as that accepts it."""
 
     def __init__(self, log, console) -> None:
         self._log, self._console = log, console
@@ -146,9 +146,9 @@ class Both:
 
 @contextmanager
 def logged(folder: Path, rank: int, console: bool) -> Iterator[None]:
-    """File descriptors 1 and 2 are rank<r>.log while this is open, C and C++ code included.
+    """Redirect file descriptors 1 and 2 to rank<r>.log in the block, C and C++ code included.
 
-    `console`: what Python itself prints goes to the terminal as well.
+    `console`: Python's own output goes to the terminal as well.
     """
 
     def opened(number: int):
@@ -178,7 +178,7 @@ def logged(folder: Path, rank: int, console: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first rank to fail, by its own doing where any did.
+    """First rank to fail, by its own fault if any did.
 
     how: "exception", "bad input" (a ValueError), "killed", "interrupted" or "terminated".
     """
@@ -191,22 +191,21 @@ class Failure:
 
 
 def say(folder: Path, rank: int, state: str, **more) -> None:
-    """Puts down how this rank stands; the file appears whole or not at all."""
+    """Write this rank's state to its file, atomically."""
     content = {"rank": rank, "pid": os.getpid(), "state": state, "time": time.time(), **more}
     put(Path(folder, f"rank{rank}.json"), content, indent=1)
 
 
 @contextmanager
 def accounted(folder: Path, rank: int, when_ended: Callable[[], None]) -> Iterator[dict]:
-    """Around all that a rank does: its file says how it ended, however it did, and if all went well
-    also what the block put into the dict that it is given.
+    """Wrap all of a rank's work: its file records how it ended and, on success, the yielded dict.
 
-    `when_ended` is called once the file says so, unless all went well. SIGTERM ends the process
-    with 143, also where the main thread waits for a GPU or for other ranks: a thread of its own
-    hears it. After Ctrl-C the main thread has STUCK_S to end by itself, then the same is done.
+    `when_ended` is called after that record, except on success. SIGTERM ends the process with 143
+    even if the main thread waits for a GPU or for other ranks, since a separate thread receives
+    it. After Ctrl-C the main thread has STUCK_S to end by itself, then it is ended likewise.
     """
     say(folder, rank, "running")
-    said = threading.Lock()  # taken by the first who says how it ended, and kept
+    said = threading.Lock()  # acquired by the first to record the end, and kept
 
     def end(state: str, code: int) -> None:
         if said.acquire(blocking=False):
@@ -236,7 +235,7 @@ def accounted(folder: Path, rank: int, when_ended: Callable[[], None]) -> Iterat
 
 @contextmanager
 def _heard(end: Callable[[str, int], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT wake a thread through a pipe, whatever C code holds the main thread."""
+    """Wake a thread through a pipe on SIGTERM and SIGINT, even if C code blocks the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -270,7 +269,7 @@ def _heard(end: Callable[[str, int], None]) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """ValueErrors are written for readers; of others the kind belongs to the message."""
+    """Return an error in one line, with its type unless it is a ValueError with a message."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
@@ -278,9 +277,9 @@ def one_line(error: BaseException) -> str:
 def first_failure(
     folder: Path, ranks: int, exitcodes: Mapping[int, int] | None = None
 ) -> Failure | None:
-    """Which rank failed first, or None when all ended well or are at work.
+    """Return the rank that failed first, or None if all succeeded or still run.
 
-    `exitcodes` of ranks as far as they are known, negative for a signal.
+    `exitcodes`: exit codes known so far, by rank; negative for a signal.
     """
     found = []
     for rank in range(ranks):
@@ -320,7 +319,7 @@ def _lives(pid: int | None) -> bool:
         state, *fields = family.stat(Path(f"/proc/{pid}"))
     except OSError:
         return False
-    # Its sockets close, and tell the other ranks, a moment before it is a zombie.
+    # Its sockets close, which the other ranks notice, a moment before it is a zombie.
     return state not in "ZX" and not int(fields[5]) & EXITING
 
 

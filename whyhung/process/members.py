@@ -1,4 +1,4 @@
-"""Which of a program's processes is which rank, of programs that were started as they are."""
+"""Map a program's processes to its ranks, for programs that were started unmodified."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from whyhung.watch import inside, kernel
 from whyhung.watch.evidence import Process
 
 RANKS = "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"
-_EVERY_S, _SHARE = 2.0, 0.002  # of a processor, for asking who there is
+_EVERY_S, _SHARE = 2.0, 0.002  # seconds between scans, and the share of a core they may use
 
 
 def variables(pid: int) -> dict[str, str]:
-    """The environment that a process was started with; empty where it may not be read."""
+    """Return the environment that a process was started with; empty if it may not be read."""
     entries = filter(None, kernel.environ(pid))
     pairs = (entry.decode(errors="replace").partition("=") for entry in entries)
     return {name: value for name, _, value in pairs}
 
 
 def is_python(pid: int) -> bool:
-    """By its program's file; by its name where that may not be read."""
+    """Return True for a Python process, by its executable, or by its name if that is unreadable."""
     try:
         name = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
     except OSError:
@@ -36,9 +36,9 @@ def is_python(pid: int) -> bool:
 
 
 def ranks_of(processes: Sequence[Process]) -> dict[int, int]:
-    """{rank: pid} of those Python processes that have a rank of their own in their environment.
+    """Return {rank: pid} of the Python processes with a rank of their own in their environment.
 
-    Workers inherit their parent's; a launcher may have the number of its node, and no LOCAL_RANK.
+    Workers inherit their parent's; a launcher may have its node's number, but no LOCAL_RANK.
     """
     known = {process.pid: process for process in processes}
     places = {pid: place(variables(pid)) for pid in known if is_python(pid)}
@@ -52,26 +52,26 @@ def ranks_of(processes: Sequence[Process]) -> dict[int, int]:
     own = [pid for pid, (rank, _) in places.items() if rank.isdecimal() and not inherits(pid)]
     if any(places[pid][1] for pid in own):
         own = [pid for pid in own if places[pid][1]]
-    own.sort(key=lambda pid: -known[pid].started)  # of two the older one
+    own.sort(key=lambda pid: -known[pid].started)  # the older of two wins
     return {int(places[pid][0]): pid for pid in own}
 
 
 def place(told: dict[str, str]) -> tuple[str, str]:
-    """RANK, whatever its name, and LOCAL_RANK of a process's variables; "" where not set."""
+    """Return RANK, under any name, and LOCAL_RANK of a process's variables; "" if not set."""
     return next((told[name] for name in RANKS if told.get(name)), ""), told.get("LOCAL_RANK", "")
 
 
 def first_of(processes: Sequence[Process], root: int) -> int:
-    """The Python process that is nearest to the root; the root where there is none."""
+    """Return the Python process nearest to the root; the root if there is none."""
     found = sorted((process.started, process.pid) for process in processes if process.pid != root)
     return next((pid for pid in (root, *(pid for _, pid in found)) if is_python(pid)), root)
 
 
 class Members:
-    """Called, it tells {rank: Counted} of the processes below `root`, those that have ended too.
+    """Callable that returns {rank: Counted} of the processes below `root`, ended ones included.
 
-    Whoever counts in `folder` says who it is; of others the environment tells. Where nothing does,
-    rank 0 is the first Python process, or the root itself.
+    Processes that count in `folder` record their rank there; others are mapped by environment.
+    Without either, rank 0 is the first Python process, or the root itself.
     """
 
     def __init__(self, root: int, folder: Path | None = None, cookie: str = "") -> None:
@@ -100,7 +100,7 @@ class Members:
         for rank, who in inside.ranks(self.folder, lives).items():
             pid, started = who["pid"], self._started_at(who["pid"])
             if started is not None and who["started"] not in (0, started):
-                pid = 0  # the number is somebody else's by now
+                pid = 0  # the PID has been reused
             found[rank] = Counted(pid, self.folder / f"progress-{who['pid']}.bin")
         return found
 

@@ -1,4 +1,4 @@
-"""Several nodes that watch one job: each writes what its ranks last said, and reads the others'."""
+"""Several nodes that watch one job: each writes its ranks' last state and reads the others'."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from whyhung.verdict import Verdict
 from whyhung.watch import flight_recorder
 
 SAID = "said.json"
-OLD_S = 3600.0  # a word from before that is of another job
-FLIGHTS = 5  # last collectives of a rank that are told
+OLD_S = 3600.0  # older reports are of another job
+FLIGHTS = 5  # last collectives reported per rank
 _RANKS = re.compile(r"\brank (\d+)")
 
 
 def name(variables: Mapping[str, str] = os.environ) -> str:
-    """This node's, and of a Slurm task its number: several may watch on one node."""
+    """Return this node's name, with the number of a Slurm task: several may watch on one node."""
     host = variables.get("SLURMD_NODENAME") or socket.gethostname()
     task = variables.get("SLURM_PROCID")
     return f"{host}-{task}" if task else host
 
 
 class Nodes:
-    """`own` is this node's folder below one that all share; a file there says how its ranks are."""
+    """Folder shared by all nodes; `own` is this node's subfolder, with the state of its ranks."""
 
     def __init__(self, shared: Path) -> None:
         self.shared, self.name = shared, name()
@@ -38,7 +38,7 @@ class Nodes:
         self.others: dict[str, dict[str, Any]] = {}
 
     def exchange(self, observer: Observer, ended: int | None = None) -> None:
-        """Says how it stands here, and hears how it stands elsewhere, collectives too."""
+        """Write this node's state and read that of the other nodes, collectives included."""
         evidence, verdict = observer.evidence, observer.verdict
         elsewhere = {rank for said in self.others.values() for rank in said["flights"]}
         own = {r: f for r, f in evidence.flights.items() if str(r) not in elsewhere}
@@ -73,7 +73,7 @@ class Nodes:
         evidence.notes[:] = kept + self.notes()
 
     def notes(self) -> list[str]:
-        """How it stands on the other nodes, a sentence for each."""
+        """Return the state of the other nodes, one sentence each."""
         found = []
         for node, said in self.others.items():
             ago = max(0.0, time.time() - said["written"])
@@ -89,7 +89,7 @@ class Nodes:
         return found
 
     def spliced(self, verdict: Verdict) -> Verdict:
-        """The verdict with what other nodes said of the ranks that its own wait for."""
+        """Return the verdict, with other nodes' reports on the ranks that its own wait for."""
         names = {
             rank: f"rank {rank} on {node}"
             for node, said in self.others.items() for rank in said["ranks"]

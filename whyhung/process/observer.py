@@ -1,6 +1,6 @@
-"""Watches a program's processes from outside: samples, looks where progress rests, reports.
+"""Watch a program's processes from outside: sample, look where progress rests, and report.
 
-A trial's supervisor, `whyhung watch` and `whyhung attach` are observers. Nothing of the program is
+A trial's supervisor, `whyhung watch` and `whyhung attach` are observers. The program is not
 changed.
 """
 
@@ -32,31 +32,31 @@ from whyhung.watch.evidence import (
 
 EVERY_S = 0.25
 FAMILY_S = 1.0  # between two readings of all processes, while a rank rests
-ASK_S = 6.0  # between two questions to the processes themselves
+ASK_S = 6.0  # between two requests to the processes themselves
 APART_S = 1.0  # between two looks, at least
 START_STALL_S = 10.0  # importing and building move nothing for long
-FRESH_S = 1.0  # whoever moved so recently moves
-ANSWER_S = 1.5  # for a process to say what only it knows
+FRESH_S = 1.0  # a rank that moved so recently counts as moving
+ANSWER_S = 1.5  # for a process to answer a request
 KEPT, KEPT_LOOKS = 4000, 12
-SAID = ("flight", "memory", "locks")  # what a process writes when it is asked
-MOVED_BYTES = 4096  # a second, by a family that counts nothing: fewer are no work
+SAID = ("flight", "memory", "locks")  # records that a process writes on request
+MOVED_BYTES = 4096  # per second, by a family that counts nothing: fewer are no work
 
 
 @dataclass(frozen=True)
 class Counted:
-    """One rank's process, and the file in which it counts its progress (None: it counts none)."""
+    """One rank's process, and the file with its progress counters (None: it counts none)."""
 
     pid: int
     file: Path | None = None
 
 
 class Observer:
-    """`step()`, a few times a second, samples; where a rank rests for stall_s it takes looks.
+    """Observer of ranks: `step()` samples a few times a second; a rest of stall_s triggers looks.
 
-    A look is a full snapshot: stacks and waits of every process of the family. What the verdict
-    then says is told through `tell`, and in evidence.reports: see whyhung.process.told.
+    A look is a full snapshot: stacks and waits of every process of the family. The verdict is then
+    reported through `tell` and in evidence.reports: see whyhung.process.told.
 
-    A rank that counts nothing moves whenever its family works: `works` False, it rests all along.
+    A rank that counts nothing moves whenever its family works; with `works` False it always rests.
     No process is sent a signal.
     """
 
@@ -70,9 +70,9 @@ class Observer:
         tell: Callable[[dict[str, Any]], Any] = lambda report: None,
         works: bool = True,
     ) -> None:
-        self.evidence, self.pids = evidence, {}  # of all ranks seen, with the time of their start
-        self.verdict: Verdict | None = None  # of the last look, while that rest lasts
-        self.use = use  # of the GPUs: `use.percent`, None where nobody asks
+        self.evidence, self.pids = evidence, {}  # pid: start time, of all ranks seen
+        self.verdict: Verdict | None = None  # from the last look, while that rest lasts
+        self.use = use  # GPU use: `use.percent`; None if not measured
         self._ranks, self._cookie, self._told = ranks, cookie, Told(evidence, tell)
         self._works = works
         self._worked: dict[int, tuple[Any, ...]] = {}  # rank: P, when it worked last, its pid, ...
@@ -84,8 +84,8 @@ class Observer:
         self._family: list[Process] = []
         self._look_at = 0.0  # not before this time
         self._looks = 0  # in this rest
-        self._asked: dict[int, P] = {}  # how far the ranks had come when they were asked
-        self._ask_at = 0.0  # again, where nothing has moved: a send counts nowhere
+        self._asked: dict[int, P] = {}  # progress of the ranks at the last request
+        self._ask_at = 0.0  # next request, if nothing has moved: a send counts nowhere
         self._blind = False  # py-spy showed no stacks at the last look
 
     @property
@@ -93,7 +93,7 @@ class Observer:
         return time.monotonic() - self._start
 
     def step(self) -> bool:
-        """Samples, and looks if that is due; False if it was called too soon to do anything."""
+        """Sample, and look if that is due; return False if called too soon to do anything."""
         if self.t < self._next:
             return False
         self.sample()
@@ -106,7 +106,7 @@ class Observer:
         return True
 
     def sample(self) -> None:
-        """One sample of every rank that lives, and of one that has just begun to."""
+        """Take one sample of every rank that has a process, zombies included."""
         samples, t = self.evidence.samples, self.t
         given = self._ranks()
         if t >= self._next_family and (self.rest_s() > FAMILY_S or not self._family):
@@ -141,9 +141,9 @@ class Observer:
             self.evidence.samples = thinned(samples[: KEPT // 2]) + samples[KEPT // 2 :]
 
     def _from_outside(self, now: Sample, pid: int) -> P:
-        """Counts an event more of a rank that counts nothing, whenever it is seen to work.
+        """Return P of a rank that counts nothing: one more event whenever it is seen to work.
 
-        Its main thread, or other processes of its family: a heartbeat beside them is no work.
+        Work of its main thread or of other processes of its family counts, a heartbeat does not.
         """
         main_s = procfs.main_cpu_s(pid)
         others_s = max(0.0, now.family_cpu_s - now.cpu_s)
@@ -158,7 +158,7 @@ class Observer:
         return p
 
     def look(self, *, native: bool = False) -> Snapshot:
-        """A full snapshot of the family, with stacks; kept in evidence.snapshots."""
+        """Take a full snapshot of the family, with stacks; kept in evidence.snapshots."""
         ranks = {rank: counted.pid for rank, counted in self._live.items()}
         p = {rank: self._moved[rank][0] for rank in ranks if rank in self._moved}
         again = not self._looks or self._blind or self.t >= self._ask_at or p != self._asked
@@ -193,16 +193,16 @@ class Observer:
         return taken
 
     def judged(self) -> Verdict:
-        """As of now."""
+        """Return the verdict as of now."""
         return judge(replace(self.evidence, seconds=self.t, end=None))
 
     def seen_enough(self) -> bool:
-        """Whether an end now is told apart from a stall: it has just moved, or was looked at."""
+        """Return True if ending now can be told from a stall: it just moved, or was looked at."""
         rest_s, looked = self.rest_s(), self._looks >= LOOKS
         return rest_s < FRESH_S or (looked and (self.verdict is not None or rest_s > WAIT_S + 2))
 
     def standing(self) -> dict[int, tuple[P, float]]:
-        """How far each rank that lives has come, and for how long it has rested there."""
+        """Return each live rank's progress, and for how many seconds it has rested there."""
         return {r: (p, self.t - since) for r, (p, since) in self._moved.items() if r in self._live}
 
     def _report(self) -> None:
@@ -211,7 +211,7 @@ class Observer:
         self._told.report(self.t, self.rest_s(), now)
 
     def _withdrawn(self) -> bool:
-        """Whether progress came after a rest that was looked at."""
+        """Return True if progress came after a rest that was looked at; withdraw its reports."""
         if not self._looks or self.rest_s() >= self.evidence.stall_s:
             return False
         self._told.moves(self.t)
@@ -225,14 +225,14 @@ class Observer:
         return self.evidence.stall_s if began else max(self.evidence.stall_s, START_STALL_S)
 
     def rest_s(self) -> float:
-        """Of the rank that rests longest."""
+        """Return the seconds of rest of the rank that rests longest."""
         return max((rest_s for _, rest_s in self.standing().values()), default=0.0)
 
     def _percent(self) -> float | None:
         return self.use.percent if self.use is not None else None
 
     def _devices(self, ranks: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-        """{rank: what its GPU does}; why that is not known in full is noted once."""
+        """Return {rank: its GPU's activity}; a note records once why that is incomplete."""
         if self.use is None:
             return {}
         note = f"performance counters of GPUs: {self.use.missing}"
@@ -241,7 +241,7 @@ class Observer:
         return devices.of_ranks(self.use.gpus, ranks)
 
     def _beats(self, rank: int) -> bool:
-        """Whether it did in the last seconds; True of one that never did."""
+        """Return True if the heartbeat advanced recently, or if this rank never sent one."""
         seen = [s.beats for s in self.evidence.samples[-400:] if s.rank == rank][-12:]
         return not seen or not seen[-1] or seen[-1] > seen[0]
 
@@ -251,13 +251,13 @@ class Observer:
             self.evidence.began_s = max(0.0, began_ns / 1e9 - self._start)
 
     def _ask(self) -> list[Path]:
-        """Asks for what only the processes can tell; the files in which they will answer.
+        """Request the processes' own records; return the files in which they will answer.
 
-        A process that is stopped, or whose GIL is kept, cannot.
+        A process that is stopped, or whose GIL is held, cannot answer.
         """
         answers = []
         for rank, counted in self._live.items():
-            # What was said in an earlier rest tells nothing of this one.
+            # Answers in an earlier rest do not apply to this one.
             self.evidence.flights.pop(rank, None)
             self.evidence.locks.pop(counted.pid, None)
             if counted.file is None or not self._beats(rank):
@@ -272,9 +272,9 @@ class Observer:
         return answers
 
     def _collect(self, taken: Snapshot | None = None) -> Snapshot | None:
-        """What the ranks have answered so far, also after they have ended.
+        """Collect the ranks' answers so far, also after they have ended.
 
-        The snapshot gets the stacks that they tell where py-spy showed none.
+        The snapshot gets the stacks in these answers where py-spy showed none.
         """
         for rank, counted in self._ranks().items():
             if counted.file is None:

@@ -1,4 +1,4 @@
-"""What a trial stands on: the source, the environment, a device that nobody else uses."""
+"""Preconditions of a trial: its source, its environment, a device that nobody else uses."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from typing import Any
 
 from whyhung.process import family, procfs, script, sources
 
-FREE_MIB = 256  # what a device may keep, beyond what it had
+FREE_MIB = 256  # memory that a device may keep, beyond that in use before
 UNSEEN_MIB = 1024  # an idle driver holds some hundreds at most
 DISTRIBUTIONS = ("torch", "triton", "flash-attn", "numpy")
-_GPU = re.compile(r"\d+|GPU-[0-9a-f-]{36}")  # as nvidia-smi takes them; it knows no short forms
+_GPU = re.compile(r"\d+|GPU-[0-9a-f-]{36}")  # as nvidia-smi accepts them: no short forms
 
 
 def source_hash(subject: str) -> str:
-    """Hash of the files that a trial of `subject` may import: of packages, and its own."""
+    """Return a hash of the files that a trial of `subject` may import: packages, and its own."""
     return digest_of(files(subject))
 
 
 def files(subject: str) -> dict[str, str]:
-    """{file: hash} of `sources.PACKAGES`, and of what the subject's imports lead to."""
+    """Return {file: hash} of `sources.PACKAGES` and of files that the subject's imports lead to."""
     if script.is_file(subject):
         folder = os.path.dirname(os.path.abspath(subject))
         own = sources.closure([subject], folder)
@@ -41,7 +41,7 @@ def files(subject: str) -> dict[str, str]:
 
 
 def digest_of(found: Mapping[str, str]) -> str:
-    """One hash of `files`, the same wherever they lie."""
+    """Return one hash of `files`, the same wherever they lie."""
     digest = hashlib.sha256()
     for file, content in found.items():
         digest.update(f"{os.path.basename(file)}\0{content}\0".encode())
@@ -50,9 +50,9 @@ def digest_of(found: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=8)
 def environment(python: str | None) -> dict[str, Any]:
-    """Versions and devices that decide what a trial does, by the interpreter that runs it.
+    """Return versions and devices that determine a trial, for the interpreter that runs it.
 
-    Nobody may change the dict. Raises ValueError for an interpreter that cannot be run.
+    The dict is cached: do not change it. Raises ValueError if the interpreter cannot be run.
     """
     return (_versions(DISTRIBUTIONS) if python is None else _versions_of(python)) | {
         "platform": f"{platform.system()} {platform.machine()}",
@@ -61,7 +61,7 @@ def environment(python: str | None) -> dict[str, Any]:
     }
 
 
-def _versions(names):  # its text alone is what another interpreter runs
+def _versions(names):  # its source alone is run by another interpreter
     from importlib import metadata
     from platform import python_version
 
@@ -87,9 +87,9 @@ def _versions_of(python: str) -> dict[str, Any]:
 
 
 def reasons(uses_gpu: bool, only: str | None = None) -> list[str]:
-    """Why a trial that starts now would prove nothing; empty where nothing speaks against it.
+    """Return reasons why a trial that starts now would prove nothing; empty if there are none.
 
-    only: the GPUs that it may use, as CUDA_VISIBLE_DEVICES names them; None: as this process may.
+    only: the GPUs it may use, as CUDA_VISIBLE_DEVICES names them; None: those of this process.
     """
     found = foreign(only) if uses_gpu else []
     for pid, started in list(_left.items()):
@@ -101,8 +101,8 @@ def reasons(uses_gpu: bool, only: str | None = None) -> list[str]:
 
 
 def foreign(only: str | None = None, besides: int | None = None) -> list[str]:
-    """Who else uses these GPUs, a sentence each: processes that are neither this one nor one of its
-    ancestors, nor started by the process `besides`, as a torchrun's ranks are."""
+    """Return a sentence on each other process that uses these GPUs: neither this one nor one of its
+    ancestors, nor one started by the process `besides`, as a torchrun's ranks are."""
     found, own = [], _ancestors(os.getpid())
     for pid, mib in _smi("--query-compute-apps=pid,used_memory", only):
         if pid.isdigit() and int(pid) not in own and besides not in _ancestors(int(pid)):
@@ -112,7 +112,7 @@ def foreign(only: str | None = None, besides: int | None = None) -> list[str]:
 
 
 def _ancestors(pid: int) -> set[int]:
-    """Of that process, itself included."""
+    """Return the process IDs of that process and of all its ancestors."""
     found = set()
     while pid > 1:
         found.add(pid)
@@ -124,7 +124,7 @@ def _ancestors(pid: int) -> set[int]:
 
 
 def _unexplained(only: str | None) -> list[str]:
-    """A container is not told who uses its GPUs, but how much of them is."""
+    """Return sentences on GPU memory of unseen processes: a container only sees the amount used."""
     torch = sys.modules.get("torch")
     initialized = torch is not None and torch.cuda.is_initialized()
     if initialized or _smi("--query-compute-apps=pid", only):
@@ -136,11 +136,11 @@ def _unexplained(only: str | None) -> list[str]:
     ]
 
 
-_left: dict[int, int] = {}  # pid: when it started; of trials that have ended
+_left: dict[int, int] = {}  # pid: start time, of trials that have ended
 
 
 def remember(pid: int, started: int) -> bool:
-    """Notes a process that should be gone; whether it still runs."""
+    """Note a process that should be gone; return True if it still runs."""
     runs = procfs.lives(pid, started)
     if runs:
         _left[pid] = started
@@ -148,20 +148,20 @@ def remember(pid: int, started: int) -> bool:
 
 
 def uses_gpu(settings: dict[str, Any], env: dict[str, str]) -> bool:
-    """Whether a trial with these settings can touch a GPU of this machine."""
+    """Return True if a trial with these settings can use a GPU of this machine."""
     told = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES")
     return settings.get("device") != "cpu" and told != "" and bool(gpus("name"))
 
 
 def used_mib(only: str | None = None) -> list[int]:
-    """Memory in use on each GPU."""
+    """Return the memory in use on each GPU, in MiB."""
     return numbers("memory.used", only)
 
 
 def wait_until_free(
     before: list[int], within_s: float = 15.0, only: str | None = None
 ) -> list[str]:
-    """Waits until each GPU holds no more than `before`; says which of them still does."""
+    """Wait until each GPU holds no more than `before`; return sentences on those that still do."""
     end = time.monotonic() + within_s
     while True:
         more = [
@@ -175,33 +175,33 @@ def wait_until_free(
 
 
 def numbers(field: str, only: str | None = None) -> list[int]:
-    """One of nvidia-smi's whole-numbered fields, of each GPU that tells it."""
+    """Return one of nvidia-smi's integer fields, for each GPU that reports it."""
     return [int(x) for (x,) in gpus(field, only) if x.isdigit()]
 
 
 def visible(told: str | None = None) -> list[str] | None:
-    """The names in `told`, or else in CUDA_VISIBLE_DEVICES; None where that is not set."""
+    """Return the names in `told`, or else in CUDA_VISIBLE_DEVICES; None if that is not set."""
     told = os.environ.get("CUDA_VISIBLE_DEVICES") if told is None else told
     return None if told is None else [name.strip() for name in told.split(",") if name.strip()]
 
 
 def first(count: int) -> str | None:
-    """The first so many GPUs that this process may use, as `only` takes them; None where nvidia-smi
-    would not know them by these names (MIG)."""
+    """Return the first `count` GPUs that this process may use, in the form of `only`; None if
+    nvidia-smi would not accept these names (MIG)."""
     names = visible()
     names = list(map(str, range(count))) if names is None else names[:count]
     return ",".join(names) if names and all(map(_GPU.fullmatch, names)) else None
 
 
 def gpus(fields: str, only: str | None = None) -> list[list[str]]:
-    """nvidia-smi's `fields` of each GPU, as text; [] where there is none."""
+    """Return nvidia-smi's `fields` of each GPU, as text; [] if there is none."""
     return _smi(f"--query-gpu={fields}", only)
 
 
 def _smi(query: str, only: str | None) -> list[list[str]]:
-    """nvidia-smi's rows; none where there is none, or it does not answer.
+    """Return nvidia-smi's rows; [] if it is missing, fails, or times out.
 
-    Of the GPUs that `only`, or else CUDA_VISIBLE_DEVICES, names: who uses others disturbs nobody.
+    Limited to the GPUs that `only`, or else CUDA_VISIBLE_DEVICES, names: others do not matter.
     """
     names = visible(only)
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
@@ -215,7 +215,7 @@ def _smi(query: str, only: str | None) -> list[list[str]]:
 
 
 def free_ram(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take: of the machine, and of its container."""
+    """Return the bytes that this process may still allocate, by its machine and its container."""
     found = []
     try:
         lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
@@ -226,7 +226,7 @@ def free_ram(root: Path = Path("/")) -> int | None:
     try:
         most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        found.append(most - used + int(stat["inactive_file"]))  # which the kernel gives back
+        found.append(most - used + int(stat["inactive_file"]))  # reclaimable by the kernel
     except (OSError, KeyError, ValueError):  # "max" is no number
         pass
     return min(found, default=None)

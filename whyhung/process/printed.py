@@ -1,4 +1,4 @@
-"""What a trial printed: its last lines, and that it cannot fill the disk."""
+"""Output of a trial: its last lines, and a bound on its size on disk."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from pathlib import Path
 
 LINES = 20
 MOST = 256 * 2**20  # bytes of one stream on the disk
-KEPT = 2**18  # of them, where it is cut
+KEPT = 2**18  # bytes that are kept when it is cut
 WIDTH = 400
 EVERY_S = 0.25
 
 
 class Printed:
-    """The output below a trial's folder, of one process or of ranks under torchrun."""
+    """Output below a trial's folder, of one process or of ranks under torchrun."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.cut, self._next = folder, 0, 0.0
 
     def bound(self) -> None:
-        """Called often: of a stream of more than MOST bytes only the end is kept.
+        """Truncate streams of more than MOST bytes and keep only their end; call this often.
 
-        It is moved to a file beside, so that what is printed meanwhile is lost and nothing else.
+        The end is moved to a file beside the stream; only output printed meanwhile is lost.
         """
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EVERY_S
         for file in self._files():
             with contextlib.suppress(OSError):
-                # Blocks, for a stream that is not appended to has a hole where it was cut.
+                # Blocks, since a stream not opened for appending has a hole where it was cut.
                 if (size := file.stat().st_blocks * 512) > MOST:
                     _beside(file).write_bytes(_end_of(file, KEPT))
                     os.truncate(file, 0)
                     self.cut += size
 
     def last(self, ranks: int = 1, first: int | None = None) -> list[str]:
-        """The last LINES lines, stdout's before stderr's; of ranks, 0's and the first's to fail."""
+        """Return the last LINES lines, stdout before stderr; of several ranks, 0 and `first`."""
         if ranks == 1:
             streams = [("", self.folder / f"std{name}.txt") for name in ("out", "err")]
         else:
@@ -49,13 +49,13 @@ class Printed:
                 for file in sorted(self.folder.glob(f"logs/*/*/{rank}/std{name}.log"))[-1:]
             ]
         found = [[before + line for line in _lines(file)] for before, file in streams]
-        # What one stream leaves of its share, the others may have.
+        # A stream may use the share that others leave.
         while sum(map(len, found)) > LINES:
             del max(found, key=len)[0]
         return [line for lines in found for line in lines]
 
     def note(self) -> str:
-        """What a reader should know of it, "" where nothing was cut."""
+        """Return a note on output that was cut, "" if nothing was."""
         gib = self.cut / 2**30
         return f"of its output {gib:.1f} GiB were not kept, only the end" if self.cut else ""
 
@@ -75,7 +75,7 @@ def _end_of(file: Path, size: int) -> bytes:
 
 
 def _lines(file: Path) -> list[str]:
-    """The last ones; of a bar that a program draws over itself, what is seen of it."""
+    """Return the last lines; of a progress bar that overwrites itself, the visible part."""
     content = b""
     for one in (_beside(file), file):
         with contextlib.suppress(OSError):

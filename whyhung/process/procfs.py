@@ -1,4 +1,4 @@
-"""A process as Linux tells of it: state, processor time, where it sleeps, kills for memory.
+"""Process information from Linux: state, CPU time, wait channel, out-of-memory kills.
 
 None outside Linux.
 """
@@ -19,7 +19,7 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 @dataclass(frozen=True)
 class Seen:
-    """One process at one moment; started tells it from a later one with its number."""
+    """One process at one moment; `started` distinguishes it from a later one with the same PID."""
 
     state: str
     cpu_s: float
@@ -29,12 +29,12 @@ class Seen:
 
     @property
     def lives(self) -> bool:
-        """A zombie does not."""
+        """False for a zombie."""
         return self.state not in "ZX"
 
 
 def process(pid: int) -> Seen | None:
-    """None where there is none; a zombie's state is Z."""
+    """Return the process as of now, or None if there is none; a zombie's state is Z."""
     folder = Path(f"/proc/{pid}")
     try:
         fields = stat(folder)
@@ -45,7 +45,7 @@ def process(pid: int) -> Seen | None:
 
 
 def main_cpu_s(pid: int) -> float:
-    """Seconds of a processor that the main thread has used; 0 where there is none."""
+    """Return the CPU seconds of the main thread; 0 if there is none."""
     try:
         return cpu_s(stat(Path(f"/proc/{pid}/task/{pid}")))
     except (OSError, IndexError, ValueError):
@@ -53,18 +53,18 @@ def main_cpu_s(pid: int) -> float:
 
 
 def lives(pid: int, started: int) -> bool:
-    """Whether the process that began at `started` still runs."""
+    """Return True if the process that began at `started` still runs."""
     seen = process(pid)
     return seen is not None and seen.started == started and seen.lives
 
 
 def cpu_s(fields: list[str]) -> float:
-    """That a process or thread has used, of what `family.stat` tells."""
+    """Return the CPU seconds of a process or thread, from the fields of `family.stat`."""
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def wchan(folder: Path) -> str:
-    """Where the kernel has it asleep, "" where it is not or that may not be read."""
+    """Return the kernel function it sleeps in; "" if it does not sleep, or if unreadable."""
     try:
         name = (folder / "wchan").read_text().strip()
     except OSError:
@@ -75,9 +75,9 @@ def wchan(folder: Path) -> str:
 def kernel_kills(
     root: str | Path = "/sys/fs/cgroup", membership: str | Path = "/proc/self/cgroup"
 ) -> int | None:
-    """How often the kernel has killed for memory in this process's control group, 1 or 2.
+    """Return the number of out-of-memory kills in this process's control group (v1 or v2).
 
-    None where that is not told, as outside Linux.
+    None if unknown, as outside Linux.
     """
     try:
         lines = Path(membership).read_text().splitlines()

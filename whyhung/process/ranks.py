@@ -1,4 +1,4 @@
-"""One function on several ranks of one host, under torchrun, and how each rank ended."""
+"""Run one function on several ranks of one host under torchrun, and report how each ended."""
 
 import json
 import math
@@ -32,18 +32,18 @@ def run_ranks(
     watch: Callable[[int], str] | None = None,
     python: str | None = None,
 ) -> list[dict]:
-    """Calls `entry` ("package.module:function") with `spec` in `ranks` processes under torchrun.
+    """Call `entry` ("package.module:function") with `spec` in `ranks` processes under torchrun.
 
-    One row a rank: rank; status "ok", "oom", "error", "crash" (ended by a signal), "timeout" (still
-    running at the deadline) or "ended" (taken down because another rank had failed); result, for
-    "ok" only; message; evidence, the traceback's tail, the stacks at the deadline or the tail of
-    stderr; place, where it last said to stand; first, whether it was the first to fail; raised,
-    whether the message is its exception's; seconds, of the launch. `folder` keeps what each rank
-    wrote and printed. All processes are gone at the end.
+    Returns one row per rank: rank; status "ok", "oom", "error", "crash" (ended by a signal),
+    "timeout" (still running at the deadline) or "ended" (terminated because another rank had
+    failed); result, for "ok" only; message; evidence, the traceback's tail, the stacks at the
+    deadline or the tail of stderr; place, the last one it reported; first, True for the first to
+    fail; raised, True if the message is its exception's; seconds, of the launch. `folder` keeps
+    the files and the output of each rank. All processes are gone at the end.
 
     `watch` and `python` are those of `trial.run_child`.
 
-    Raises ValueError for a number of ranks below 1 and for what `trial.run_child` refuses.
+    Raises ValueError if ranks < 1, and wherever `trial.run_child` does.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
@@ -54,7 +54,7 @@ def run_ranks(
         for left in folder.glob(pattern):
             left.unlink()
     given = {"entry": entry, "spec": spec, "ranks": ranks, "folder": str(folder)}
-    cut: list[float] = []  # when it was ended from here: what ranks say after that is our doing
+    cut: list[float] = []  # when it was ended from here: later errors of ranks are our doing
 
     def watched(pid: int) -> str:
         reason = watch(pid) if watch is not None else ""
@@ -76,9 +76,9 @@ def run_ranks(
 
 
 def launch(spec: dict) -> dict:
-    """torchrun itself, watched; runs in a child process.
+    """Run torchrun itself, with a deadline, in a child process.
 
-    {"late": when its deadline was over, None where it ended before, "stderr"}.
+    Returns {"late": time at which the deadline passed, None if it ended before, "stderr"}.
     """
     folder = Path(spec["folder"])
     spec_file = folder / "ranks.json"
@@ -157,10 +157,10 @@ def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folde
 
 
 def _first(rows: list[dict], stderr: str) -> int | None:
-    """The rank whose own the cause is: one that a signal ended, else that raised, else that exited.
+    """Return the rank at fault: one ended by a signal, else one that raised, else one that exited.
 
-    Those that lost their connection to it, or waited for it, only noticed. None where all that
-    failed did, and another had returned or was ended before it could say anything.
+    Ranks that lost their connection to it, or waited for it, are only witnesses. None if all that
+    failed are, and another had returned or was ended before it could report anything.
     """
     cause = _FAILURE.search(stderr, max(0, stderr.find("Root Cause")))
     named = int(cause[1]) if cause else None
@@ -182,10 +182,10 @@ def _first(rows: list[dict], stderr: str) -> int | None:
 
 
 def is_witness(row: dict) -> bool:
-    """Whether a rank ended because it lost another: its peers' end is not its own fault."""
+    """Return True if a rank ended because it lost another, which is not its own fault."""
     if row["status"] == "error" and row["time"] is not None:
         return child.lost_another(row["message"])
-    # NCCL's watchdog, and what C++ throws in a thread, abort a process
+    # NCCL's watchdog, and C++ exceptions in a thread, abort a process
     aborted = row["status"] == "crash" and row["message"].endswith("SIGABRT")
     return aborted and child.lost_another(row["evidence"])
 

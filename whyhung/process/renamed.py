@@ -4,7 +4,7 @@ MOVED: dict[str, str] = {}  # prefixes of modules, old to new; packages that mov
 
 
 def current(entry: str) -> str:
-    """ "module:function" as it is found today; an entry that never moved is returned as it is."""
+    """Return "module:function" under its current name; one that never moved is unchanged."""
     module, colon, name = entry.partition(":")
     for old, new in MOVED.items():
         if module == old or module.startswith(f"{old}."):

@@ -1,4 +1,4 @@
-"""Where a watched command's evidence and pages are written, and what its user is told."""
+"""Evidence files and pages of a watched command, and messages to its user."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from whyhung.verdict.explain import page
 from whyhung.verdict.headline import headline
 from whyhung.watch.evidence import Evidence
 
-WIDE = 100  # of a terminal
+WIDE = 100  # columns of a terminal
 _CLEAR = "\r\x1b[K"
 
 
 class Reports:
-    """`folder` gets evidence.json, verdict.json, report.txt and report.md, each whole or not.
+    """Writer of evidence.json, verdict.json, report.txt and report.md to `folder`, atomically.
 
-    Where it cannot be written the user is told so once, and pages go to stderr.
+    If that cannot be written, the user is notified once, and pages go to stderr.
     """
 
     def __init__(self, folder: Path, name: str = "whyhung watch") -> None:
         self.folder, self.name = folder, name
         self._refused, self._line = "", ""
-        # Where the command prints to the same terminal, a line would lie between its own.
+        # If the command prints to the same terminal, a line would mix with its own.
         self.draws = sys.stderr.isatty() and not sys.stdout.isatty()
 
     def say(self, text: str) -> None:
-        """A line to the user."""
+        """Print a line for the user."""
         before = _CLEAR if self._line else "\n" * _half_a_line()
         self._raw(f"{before}{self.name}: {text}\n")
         self._line = ""
 
     def status(self, text: str) -> None:
-        """One line that is drawn anew; "" takes it away. Only a terminal of its own has one."""
+        """Redraw the status line ("" removes it), on a terminal not used by the command only."""
         if self.draws and text != self._line:
             self._line = text
             self._raw(_CLEAR + f"{self.name} {text}"[:WIDE] if text else _CLEAR)
 
     def tell(self, evidence: Evidence, verdict: Verdict) -> None:
-        """Writes all, and says in words what stands still and where the page is."""
+        """Write all files, and print what stands still and where the page is."""
         said = headline(evidence, verdict)
         if not self.write(evidence, verdict):
             self._raw(page(evidence, verdict) + "\n")
@@ -55,7 +55,7 @@ class Reports:
                 self.say(line)
 
     def write(self, evidence: Evidence, verdict: Verdict) -> bool:
-        """All files; False where they cannot be written."""
+        """Write all files; return False if they cannot be written."""
         return all(
             [
                 self.put("evidence.json", json.dumps(evidence.to_dict())),
@@ -66,7 +66,7 @@ class Reports:
         )
 
     def put(self, name: str, text: str) -> bool:
-        """One file; whoever reads meanwhile finds what was there before."""
+        """Write one file atomically; concurrent readers see the previous content."""
         if not self._refused:
             unfinished = self.folder / f".{name}.{os.getpid()}"
             try:
@@ -87,7 +87,7 @@ class Reports:
 
 
 def _half_a_line() -> bool:
-    """True where the command may have left a half-drawn line on stderr, as a progress bar does."""
+    """Return True if the command may have left half a line on stderr, as a progress bar does."""
     try:
         number = sys.stderr.fileno()
         if not stat.S_ISREG(os.fstat(number).st_mode):

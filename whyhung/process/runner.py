@@ -1,7 +1,7 @@
-"""Runs a trial in processes of its own, under a supervisor, and returns what was seen of it.
+"""Run a trial in separate processes under a supervisor, and return the evidence.
 
-A trial that is late is looked at, not judged: what was seen is the evidence, the verdict another
-module's. Nothing is left of a trial when `run` returns, whatever it did.
+A late trial is looked at, not judged: this module collects the evidence, another one gives the
+verdict. Nothing is left of a trial when `run` returns, whatever it did.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from whyhung.watch import flight_recorder
 from whyhung.watch.devices import device_use
 from whyhung.watch.evidence import Evidence
 
-HARD = 4.0  # the deadline, in soft ones, where none is given
+HARD = 4.0  # default deadline, in soft deadlines
 UNPREDICTED_S = 600.0
 ACTIONS = "report", "kill"
-FAR_S = 1e6  # the supervisor ends a trial, nobody else
+FAR_S = 1e6  # only the supervisor ends a trial
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a trial runs: `steps` steps of `subject` ("package.module:make", see process.subject).
+    """Trial specification: `steps` steps of `subject` ("package.module:make", see process.subject).
 
-    The subject may be a script, "train.py" or "package.module"; then `argv` are its words, as a
-    list or in one text, it has no number of steps, and settings only fill {name} in those words.
+    The subject may be a script, "train.py" or "package.module"; then `argv` are its arguments, as a
+    list or one string, it has no number of steps, and settings only fill {name} in the arguments.
 
-    settings: handed to it, JSON-able. observers: names of what slows it and is no part of it.
-    oracles: names out of nsa.lab.oracles. python: another interpreter, whose packages are used.
-    env: variables, beside this process's own.
+    settings: passed to it, JSON-serializable. observers: names of tools that slow it and are no
+    part of it. oracles: names from nsa.lab.oracles. python: another interpreter, whose packages
+    are used. env: variables in addition to this process's own.
 
-    Raises ValueError for what cannot be run.
+    Raises ValueError if it cannot be run.
     """
 
     subject: str
     settings: dict[str, Any] = field(default_factory=dict)
-    steps: int | None = 3  # None of a script
+    steps: int | None = 3  # None for a script
     ranks: int = 1
     observers: tuple[str, ...] = ()
     oracles: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Spec:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Spec:
-        """What `to_dict` wrote. ValueError for a name that is not known."""
+        """Return the Spec written by `to_dict`. Raises ValueError for an unknown name."""
         known = cls.__dataclass_fields__
         if wrong := [name for name in found if name not in known]:
             raise ValueError(f"a spec has no {wrong[0]!r}; it has {', '.join(known)}")
@@ -100,7 +100,7 @@ class Spec:
         return cls(**found)
 
     def id(self, source_hash: str, environment: dict[str, Any]) -> str:
-        """Twelve hex digits: the same spec, source and environment have the same."""
+        """Return twelve hex digits, equal for the same spec, source and environment."""
         what = json.dumps([self.to_dict(), source_hash, environment], sort_keys=True, default=str)
         return hashlib.sha256(what.encode()).hexdigest()[:12]
 
@@ -114,7 +114,7 @@ def _words(argv: str | int | float | Sequence[Any]) -> tuple[str, ...]:
 
 
 def check_subject(subject: str) -> None:
-    """ValueError for a subject that cannot be found, with what would do."""
+    """Raise ValueError, with a remedy, if the subject cannot be found."""
     (script.check if script.is_script(subject) else trial.check_entry)(subject)
 
 
@@ -133,22 +133,21 @@ def run(
     tell: Callable[[dict[str, Any]], Any] = lambda report: None,
     attached: str | None = None,
 ) -> Evidence:
-    """Runs the trial; returns what was seen, and raises nothing for how it ended.
+    """Run the trial and return the evidence; how it ended raises nothing.
 
-    predicted_s: what its steps should take; it is looked at after 3 x that x `factor`, by which its
-    observers slow it. deadline_s: when it has to end (None: 4 x as late, or after 600 s where
-    nothing is predicted, and a script never). Both count from the first step, not from the start of
-    the process.
-    stall_s: how long its progress may rest until it is looked at closely. on_hang, on_stall:
-    "report" or "kill", what a certified hang and a stall do to it. tell: told of each when it is
-    seen, and when it is withdrawn. folder: emptied first, it keeps what the processes wrote. gpu:
-    the only one that it sees, as `whyhung.process.gpus` lends them; which one that is makes no
-    other trial of it. stop: ends it from another thread. attached: "package.module:Class",
-    made in each rank's process to look at its steps, see process.subject; oracles and observers
-    want one.
+    predicted_s: expected seconds of its steps; it is looked at after 3 x that x `factor`, the
+    slowdown by its observers. deadline_s: when it has to end (None: 4 x as late; without a
+    prediction after 600 s, and never for a script). Both count from the first step, not from the
+    start of the process.
+    stall_s: how long its progress may rest before it is looked at closely. on_hang, on_stall:
+    "report" or "kill", the reaction to a certified hang and to a stall. tell: called with each
+    report, also when it is withdrawn. folder: emptied first, it keeps the processes' files. gpu:
+    the only GPU it sees, as lent by `whyhung.process.gpus`; the choice does not make it another
+    trial. stop: ends it from another thread. attached: "package.module:Class", created in each
+    rank's process to observe its steps, see process.subject; required by oracles and observers.
 
-    Raises ValueError for a subject, an oracle, an interpreter or times that cannot be, OSError
-    where `folder` cannot be written.
+    Raises ValueError for an invalid subject, oracle, interpreter or time, OSError if `folder`
+    cannot be written.
     """
     if spec.python is None:
         check_subject(spec.subject)

@@ -1,4 +1,4 @@
-"""A script as a trial's subject, run as it is: "train.py", or "package.module" as by python -m."""
+"""Scripts as subjects, run unmodified: "train.py", or "package.module" as by python -m."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import Any
 
 
 def is_script(subject: str) -> bool:
-    """Whether it is run as a program; anything else, "package.module:make", makes a subject."""
+    """Return True if it is run as a program; any other, "package.module:make", makes a subject."""
     return ":" not in subject or is_file(subject)
 
 
 def is_file(subject: str) -> bool:
-    """Whether it names a file rather than a module."""
+    """Return True if it names a file rather than a module."""
     return subject.endswith((".py", ".ipynb")) or os.sep in subject or os.path.isfile(subject)
 
 
 def check(subject: str) -> None:
-    """ValueError for a script or a module that cannot be run, with what would do."""
+    """Raise ValueError, with a remedy, for a script or a module that cannot be run."""
     if is_file(subject):
         if why := _no_script(Path(subject)):
             raise ValueError(f"subject={subject!r} {why}")
@@ -71,9 +71,9 @@ def _no_script(file: Path) -> str:
 
 
 def arguments(argv: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
-    """The words after the script's name, {lr} in them replaced by the setting lr.
+    """Return the script's arguments, with {lr} in them replaced by the setting lr.
 
-    ValueError for a setting that no word names: a script gets its words and nothing else.
+    Raises ValueError for a setting that no argument names: a script gets nothing else.
     """
     words, unnamed = [str(word) for word in argv], []
     for name, value in settings.items():
@@ -97,10 +97,10 @@ def run(
     begin: Callable[[int], None] = lambda step: None,
     end: Callable[[int], None] = lambda step: None,
 ) -> int:
-    """Runs it to its end as `__main__`; the steps that its optimizers made.
+    """Run it to its end as `__main__`; return the number of steps that its optimizers made.
 
-    begin, end: called around each. Returns where Python would exit with 0, so after its threads and
-    what it left to atexit; raises whatever it raises, and SystemExit of another code.
+    begin, end: called around each step. Returns where Python would exit with 0, so after its
+    threads and atexit handlers; raises whatever it raises, and SystemExit for another code.
     """
     with _counted_steps(progress, begin, end) as count:
         code: Any = None
@@ -121,10 +121,10 @@ def run(
 
 
 def _as_python_does(file: str, argv: Sequence[str]) -> None:
-    """`python file argv...`. runpy would put the path in argv[0], and take `__main__` away again,
-    which what is pickled at the end still needs."""
+    """Run the file as `python file argv...` does. runpy would put the path in argv[0], and remove
+    `__main__` again, which objects pickled at the end still need."""
     path = os.path.abspath(file)
-    if sys.path[0] in ("", os.getcwd()):  # of `python -m`, by which this process was started
+    if sys.path[0] in ("", os.getcwd()):  # from `python -m`, by which this process was started
         del sys.path[0]
     sys.path.insert(0, os.path.dirname(os.path.realpath(file)))
     sys.argv = [file, *argv]
@@ -139,7 +139,7 @@ def _as_python_does(file: str, argv: Sequence[str]) -> None:
 def _counted_steps(
     progress: Any, begin: Callable[[int], None], end: Callable[[int], None]
 ) -> Iterator[types.SimpleNamespace]:
-    """Follows the steps of `progress`, which the script's first optimizer counts."""
+    """Follow the steps of `progress`, which the script's first optimizer counts."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from whyhung.watch.progress import BEGAN_NS, STEP
@@ -164,7 +164,7 @@ def _counted_steps(
 
 
 def keep_output_short() -> None:
-    """Lines appear as they are printed, at the end of a file even after it was cut."""
+    """Flush output line by line, and append it to its file even after that was cut."""
     for number in (1, 2):
         with contextlib.suppress(OSError):
             flags = fcntl.fcntl(number, fcntl.F_GETFL)

@@ -1,7 +1,7 @@
-"""Which files a program stands on, its own and not its libraries': by reading them, and by running.
+"""Find the files that a program depends on, without libraries: by reading them, and by running it.
 
-Reading follows import statements from file to file and executes nothing. What a program imports by
-a name that it makes up is only known once it has run, see `loaded`.
+Reading follows import statements from file to file and executes nothing. Imports by computed names
+are only known once the program has run, see `loaded`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-# Packages that a trial stands on whole, and parts of them that no trial imports.
+# Packages that a trial depends on as a whole, and parts of them that no trial imports.
 PACKAGES: dict[Path, tuple[str, ...]] = {Path(__file__).resolve().parents[1]: ()}
 GONE = "gone"
-FRESH_NS = 2 * 10**9  # a file that was written so lately may be written again at the same time
+FRESH_NS = 2 * 10**9  # a file written so recently may be written again with the same timestamp
 _COMMENT = re.compile(r"#.*")
 _IMPORT = re.compile(
     r"(?:^|[;:])[ \t]*(?:"
@@ -31,11 +31,11 @@ _IMPORT = re.compile(
     r"|import[ \t]+([^\n;]+))",
     re.MULTILINE,
 )
-_kept: dict[tuple[str, str], tuple[tuple[int, int], Any]] = {}  # (what, file): its stamp, and that
+_kept: dict[tuple[str, str], tuple[tuple[int, int], Any]] = {}  # (what, file): (stamp, result)
 
 
 def hash_of(file: str) -> str:
-    """Of its content; GONE where it cannot be read."""
+    """Return the hash of the file's content; GONE if it cannot be read."""
     try:
         return _once("hash", file, _digest)
     except OSError:
@@ -47,9 +47,9 @@ def hashes(files: Iterable[str]) -> dict[str, str]:
 
 
 def closure(start: Iterable[str], folder: str | None = None) -> list[str]:
-    """The files `start`, and all that their import statements lead to outside the libraries.
+    """Return the files `start`, and all that their imports lead to outside the libraries, sorted.
 
-    folder: where Python looks first, a script's own. Sorted; files of PACKAGES are left out.
+    folder: where Python searches first, a script's own. Files of PACKAGES are left out.
     """
     roots = [os.path.abspath(place) for place in (*filter(None, [folder]), *sys.path)]
     roots = [place for place in dict.fromkeys(roots) if not is_library(place)]
@@ -74,9 +74,9 @@ def closure(start: Iterable[str], folder: str | None = None) -> list[str]:
 
 
 def files_of(module: str, roots: list[str] | None = None) -> list[str]:
-    """The files that `import module` runs, its packages' first; [] for a library's.
+    """Return the files that `import module` runs, its packages' first; [] for a library's.
 
-    What follows the last module's name is passed over: it may name a function.
+    Names after the last module's are ignored: they may name a function.
     """
     if roots is None:
         places = map(os.path.abspath, sys.path)
@@ -87,12 +87,12 @@ def files_of(module: str, roots: list[str] | None = None) -> list[str]:
             return found
     if top in sys.stdlib_module_names:
         return []
-    # An installed project that is edited in place is found by a finder of its own.
+    # A project installed in editable mode has its own finder.
     return [f for place in _found_elsewhere(top) for f in (place, *_beside(place, below))]
 
 
 def loaded() -> dict[str, str]:
-    """{file: hash} of what this process has imported from outside the libraries."""
+    """Return {file: hash} of the files that this process imported from outside the libraries."""
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -106,7 +106,7 @@ def loaded() -> dict[str, str]:
 
 @lru_cache(maxsize=4096)
 def is_library(place: str) -> bool:
-    """Whether it lies in the standard library, or where packages are installed."""
+    """Return True for a path in the standard library, or where packages are installed."""
     real = os.path.realpath(place) + os.sep
     installed = any(
         f"{os.sep}{name}{os.sep}" in real for name in ("site-packages", "dist-packages")
@@ -122,7 +122,7 @@ def _libraries() -> tuple[str, ...]:
 
 
 def of_packages() -> list[str]:
-    """All files that PACKAGES name, sorted."""
+    """Return all files that PACKAGES name, sorted."""
     return sorted(
         str(file)
         for package, not_run in PACKAGES.items()
@@ -136,7 +136,7 @@ def _of_packages(file: str) -> bool:
 
 
 def _once(what: str, file: str, make: Any) -> Any:
-    """What `make(file)` returned for the file as it is now."""
+    """Return `make(file)` for the file as it is now, cached."""
     status = os.stat(file)
     stamp, settled = (status.st_mtime_ns, status.st_size), time.time_ns() - status.st_mtime_ns
     before = _kept.get((what, file))
@@ -153,7 +153,7 @@ def _digest(file: str) -> str:
 
 
 def _imports(file: str) -> list[tuple[int, str]]:
-    """(level, dotted name) of what looks like an import statement, wherever it stands.
+    """Return (level, dotted name) of all text that looks like an import statement.
 
     A parser takes twenty times as long; a sentence in a string that looks like one does no harm.
     """

@@ -1,16 +1,16 @@
-"""What a trial runs: anything that makes steps, named by its import path; and the trial's inside.
+"""Subjects of trials: anything that makes steps, named by its import path; and the trial's process.
 
 "package.module:make" names a function make(settings, progress) that returns an object with
-step(i) -> the loss of step i, counted from 0: a tensor, a number or None. That is all a stranger's
-training needs. What else it has is used: `model`, a torch.nn.Module; `close()`; `oracles()` ->
-{name: {"ok", "detail"}}, asked at the end; `witness()` -> what ran and `result()` -> what came of
-it, both JSON-able.
+step(i) -> the loss of step i, counted from 0: a tensor, a number or None. That is all a third-party
+training needs. Optional members: `model`, a torch.nn.Module; `close()`; `oracles()` ->
+{name: {"ok", "detail"}}, called at the end; `witness()` -> a record of what ran and `result()` ->
+its outcome, both JSON-serializable.
 
-A torch.nn.Module without step(i), its class or a function that makes one has a step made for it,
-see default_step. "train.py", or "package.module" as by python -m, is a script and run as it is.
+A torch.nn.Module without step(i), its class or a function that makes one gets a default step, see
+default_step. "train.py", or "package.module" as by python -m, is a script and run unmodified.
 
-Of several ranks each makes its own subject, under torchrun's variables; it joins its process group
-itself, with `join` or any other way.
+With several ranks each makes its own subject, under torchrun's variables; it joins its process
+group itself, with `join` or in any other way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAR_S = 3600.0  # beyond any trial: the supervisor ends a trial, not the process
 
 @dataclass
 class Steps:
-    """A step function as a subject: `Steps(lambda i: ..., model)`."""
+    """Step function as a subject: `Steps(lambda i: ..., model)`."""
 
     function: Callable[[int], Any]
     model: Any = None
@@ -45,9 +45,9 @@ class Steps:
 
 
 def make(path: str, settings: dict[str, Any], progress: Progress) -> Any:
-    """The subject that `path` names.
+    """Return the subject that `path` names.
 
-    ValueError where there is none, or where what was made has no step(i).
+    Raises ValueError if there is none, or if the object made has no step(i).
     """
     trial.check_entry(path)
     maker = child.resolve(path)
@@ -74,7 +74,7 @@ def make(path: str, settings: dict[str, Any], progress: Progress) -> Any:
 
 
 def _takes_progress(maker: Any) -> bool:
-    """Whether it is to be called with (settings, progress), rather than with settings by name."""
+    """Return True if it is called with (settings, progress), rather than with settings by name."""
     torch = sys.modules.get("torch")
     module = torch.nn.Module if torch is not None else ()
     try:
@@ -92,12 +92,12 @@ def _takes_progress(maker: Any) -> bool:
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """This process's place, as torchrun says; (0, 1) outside it."""
+    """Return (rank, number of ranks), as set by torchrun; (0, 1) outside it."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join(backend: str = "gloo") -> tuple[int, int]:
-    """Joins the process group of a launch; (rank, ranks). Nothing happens in a single process."""
+    """Join the process group of a launch; return (rank, ranks). No effect in a single process."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -109,9 +109,9 @@ def join(backend: str = "gloo") -> tuple[int, int]:
 
 
 def run(given: dict[str, Any]) -> dict[str, Any]:
-    """The inside of a trial's process: makes given["spec"]'s subject and does its steps.
+    """Body of a trial's process: make given["spec"]'s subject and run its steps.
 
-    Leaves what it saw in left-K.json in given["folder"], however it ends.
+    Writes its results to left-K.json in given["folder"], however it ends.
     """
     rank, _ = rank_and_ranks()
     folder, spec = Path(given["folder"]), given["spec"]
@@ -130,7 +130,7 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
         else:
             _run(given, progress, loaded, losses, left)
     except BaseException:
-        if rank_and_ranks()[1] > 1:  # collectives that do not match are told by all ranks' records
+        if rank_and_ranks()[1] > 1:  # mismatched collectives show in all ranks' records
             flight_recorder.write(folder, rank)
         raise
     finally:
@@ -145,13 +145,13 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Loaded:
-    """Files that were imported beside those that were known beforehand; left in `file`."""
+    """Files imported in addition to those known beforehand; written to `file`."""
 
     def __init__(self, file: Path, known: Mapping[str, str]) -> None:
         self._file, self._known, self._began = file, known, time.time()
 
     def leave(self) -> None:
-        """After the first step, for a trial that is killed says nothing at its end; and then."""
+        """Write the list; call after step 0 too, since a killed trial never reaches its end."""
         found = {f: h for f, h in sources.loaded().items() if f not in self._known}
         for file in found:
             with contextlib.suppress(OSError):
@@ -161,36 +161,36 @@ class _Loaded:
 
 
 class _Nothing(contextlib.nullcontext):
-    """An attachment that does nothing; it has all that one has."""
+    """Attachment that does nothing; has all methods of an attachment."""
 
     def __enter__(self) -> _Nothing:
         return self
 
     def begin(self, step: int) -> None:
-        """Before a step, counted from 0."""
+        """Called before a step, counted from 0."""
 
     def end(self, step: int, loss: Any = None) -> None:
-        """After it, with its loss where the subject returned one."""
+        """Called after a step, with its loss if the subject returned one."""
 
     def results(self, remake: Callable | None = None) -> dict[str, Any]:
-        """Results of oracles; `remake(changes)` makes the subject anew with other settings."""
+        """Return results of oracles; `remake(changes)` remakes the subject with other settings."""
         return {}
 
     def measured(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(measurements for the trial's result, results of oracles about them)."""
+        """Return (measurements for the trial's result, results of oracles about them)."""
         return {}, {}
 
     def notes(self) -> list[str]:
-        """Sentences for the trial's page, after it is closed."""
+        """Return sentences for the trial's page, after it is closed."""
         return []
 
     def witness(self) -> Any:
-        """A record of what ran, JSON-able, after it is closed; None: nothing is known."""
+        """Return a JSON-serializable record of what ran, after it is closed; None if unknown."""
 
 
 @contextlib.contextmanager
 def _attached(given: dict[str, Any], left: dict[str, Any], subject: Any = None) -> Iterator[Any]:
-    """The attachment that given["attached"] names, "package.module:Class"; see `_Nothing`."""
+    """Yield the attachment that given["attached"] names, "package.module:Class"; see `_Nothing`."""
     path = given.get("attached")
     if path is None:
         made: Any = _Nothing()
@@ -275,7 +275,7 @@ def _seed(seed: int) -> None:
 
 
 def _peak_mib() -> float:
-    """Of the device, or of this process where none is in use."""
+    """Return the peak memory in MiB of the device, or of this process if none is in use."""
     import resource
 
     torch = sys.modules.get("torch")

@@ -1,7 +1,7 @@
-"""Supervises a trial: watches it from outside, says when to end it, and how its processes ended.
+"""Supervise a trial: watch it from outside, decide when to end it, and record how it ended.
 
-The code that waits for the processes calls the supervisor many times a second; it does something
-four times a second.
+The code that waits for the processes calls the supervisor many times a second; it acts four times
+a second.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ START_S = 300.0  # for importing, building and the first batch together
 
 
 class Supervisor(Observer):
-    """What `trial.run_child` calls as its `watch`; `evidence` fills up meanwhile.
+    """Callable for `watch` of `trial.run_child`; fills `evidence` meanwhile.
 
     At the soft deadline the stacks are taken once, and again wherever progress rests. on_hang and
-    on_stall, "report" or "kill", say what a certified hang and a stall do to the trial; a
+    on_stall, "report" or "kill", are the reactions to a certified hang and to a stall; a
     certificate is complete before anything is ended. At the deadline a trial that moves is ended;
     one that has just come to rest is looked at first.
     """
@@ -49,7 +49,7 @@ class Supervisor(Observer):
         self.folder, self._stop = folder, stop
         self._files = {rank: folder / f"progress-{rank}.bin" for rank in range(ranks)}
         super().__init__(evidence, self._counted, use=use, tell=tell)
-        self.reason = self.message = ""  # of its end: one of evidence.REASONS, and in words
+        self.reason = self.message = ""  # why it was ended: one of evidence.REASONS, and in words
         self._kills = {"HANG": on_hang == "kill", "STALLED": on_stall == "kill"}
         self._soft_done = False
 
@@ -58,7 +58,7 @@ class Supervisor(Observer):
         return {r: Counted(cells[progress.PID], file) for r, (cells, file) in read.items() if cells}
 
     def __call__(self, pid: int) -> str:
-        """An empty string to go on, else why the trial is to be ended."""
+        """Return an empty string to go on, else the reason to end the trial."""
         if self._stop is not None and self._stop.is_set():
             return self._end("caller", "its caller asked for it")
         if not self.step():
@@ -78,7 +78,7 @@ class Supervisor(Observer):
         return ""
 
     def close(self) -> None:
-        """When all processes have ended: how far each had come, and what it still said."""
+        """Record each rank's final progress and answers; call when all processes have ended."""
         self._collect()
         for rank, counted in self._counted().items():
             cells = progress.cells_of(counted.file)
@@ -99,7 +99,7 @@ class Supervisor(Observer):
         return 0.0 if began is None else self.t - began
 
     def _late(self) -> str:
-        """Why it has to end for the time it took, "" while it need not."""
+        """Return the reason to end it for the time it took, "" if there is none."""
         deadline_s = self.evidence.deadline_s
         if self.evidence.began_s is None:
             limit = max(START_S, deadline_s or 0.0)
@@ -130,7 +130,7 @@ def settle(
     killed: bool,
     merge: Callable[[dict[int, dict[str, Any]]], dict[str, Any]] | None = None,
 ) -> None:
-    """Completes the evidence of a trial that has ended; killed: the kernel did so, for memory.
+    """Complete the evidence of a trial that has ended; killed: by the kernel, for memory.
 
     merge: one result of each oracle from those by rank; by default the first rank's.
     """
@@ -138,7 +138,7 @@ def settle(
         wrote = (folder / "result.json").is_file()
         end = _end(ended.status, ended.message, ended.evidence, ended.returncode, wrote=wrote)
         if end.how == "exit" and end.returncode == 0 and script.is_script(evidence.spec["subject"]):
-            end = End("returned", 0)  # os._exit(0) is a script's good right
+            end = End("returned", 0)  # a script may call os._exit(0)
     else:
         end = _of_ranks(ended, killed)
     if end.how == "stopped by the supervisor":
@@ -164,7 +164,7 @@ def _of_ranks(rows: list[dict[str, Any]], killed: bool) -> End:
     if killed and status == "crash" and first["message"].endswith("SIGKILL"):
         status = "oom"
     message = first["message"]
-    if not first["first"] and status != "timeout":  # it lost a rank, and none says why
+    if not first["first"] and status != "timeout":  # it lost a rank, and none reports why
         others = {"ok": "had returned", "ended": "was ended before it could say why"}
         told = [f"rank {r['rank']} {others[r['status']]}" for r in rows if r["status"] in others]
         message = "; ".join([message, *told])
@@ -189,9 +189,9 @@ def _end(status: str, message: str, evidence: str, code: int | None, *, wrote: b
 
 
 def _lost(losses: dict[int, Any]) -> dict[str, dict[str, Any]]:
-    """The rank whose own loss was the first that is not finite; others' follow from its gradients.
+    """Return a "loss" result for the rank with the first loss that is not finite.
 
-    Nothing where that is rank 0's: its losses are the evidence's.
+    Other ranks' follow from its gradients. Empty for rank 0: its losses are the evidence's.
     """
     bad = [
         (step, rank, loss)
@@ -207,7 +207,7 @@ def _lost(losses: dict[int, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _firsts(by_rank: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """The first rank's, or of a broken one, by name."""
+    """Return each oracle's result by name: that of a broken rank, else the first rank's."""
     found: dict[str, Any] = {}
     for results in by_rank.values():
         for name, one in results.items():
@@ -221,7 +221,7 @@ def _take(
     left: dict[int, dict[str, Any]],
     merge: Callable[[dict[int, dict[str, Any]]], dict[str, Any]],
 ) -> None:
-    """What the ranks wrote down."""
+    """Copy the ranks' records into the evidence."""
     evidence.losses = [float(loss) for loss in left.get(0, {}).get("losses", ())]
     evidence.witness = next((found["witness"] for found in left.values()), None)
     evidence.result = left.get(0, {}).get("result")

@@ -1,4 +1,4 @@
-"""Reports to the user while a run rests, each told once: evidence.reports."""
+"""Reports to the user while a run rests, each given once: evidence.reports."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from whyhung.verdict.headline import headline
 from whyhung.watch.evidence import Evidence
 
 ACCUSES = "STALLED", "HANG"
-SLOW_S = 60.0  # of silence while somebody works: then it is told, and again after twice as long
+SLOW_S = 60.0  # silence before ongoing work is reported as SLOW, doubled after each report
 TOLD_SLOW = "SLOW:uncounted", "SLOW:timer"
 
 
 class Told:
-    """STALLED and HANG at once, upgraded when that changes, withdrawn when it goes on.
+    """Reporter of STALLED and HANG: at once, updated on change, withdrawn when progress resumes.
 
-    SLOW after a minute, and at growing distances. It accuses nobody, so it ends without a word.
+    SLOW is reported after a minute, at growing intervals. It accuses nobody, so it ends silently.
     """
 
     def __init__(self, evidence: Evidence, tell: Callable[[dict[str, Any]], Any]) -> None:
         self._evidence, self._tell = evidence, tell
-        self.slow_s = SLOW_S  # the silence after which SLOW is told next
+        self.slow_s = SLOW_S  # the silence after which SLOW is reported next
 
     def report(self, t: float, rest_s: float, verdict: Verdict) -> None:
-        """`verdict` is that of a look at t, after a silence of rest_s; both in seconds."""
+        """Report the verdict of a look at t, after a silence of rest_s; both in seconds."""
         reports = self._evidence.reports
         stands = reports[-1]["label"] if reports and reports[-1]["withdrawn"] is None else ""
         if verdict.label in TOLD_SLOW:
@@ -47,12 +47,12 @@ class Told:
         self._tell(reports[-1])
 
     def moves(self, t: float) -> None:
-        """Progress came: nothing stands any more."""
+        """Withdraw all reports and reset the timing of SLOW, since progress came."""
         self.slow_s = SLOW_S
         self.withdraw(t)
 
     def withdraw(self, t: float) -> None:
-        """Whatever stands; of what accuses, the user hears."""
+        """Withdraw all standing reports; the user is notified only of those that accuse."""
         for report in self._evidence.reports:
             if report["withdrawn"] is None:
                 report["withdrawn"] = t

@@ -1,4 +1,4 @@
-"""Runs one function in a child process and tells how that ended, whatever happened in there."""
+"""Run one function in a child process and report how it ended, whatever happened in there."""
 
 import contextlib
 import importlib.util
@@ -23,21 +23,21 @@ from whyhung.watch import looks
 _POLL_S = 0.02
 _TERM_S = 2.0
 _TAIL_BYTES = 4000
-_KEPT: set[Path] = set()  # the folders of the trials that this process runs just now
+_KEPT: set[Path] = set()  # folders of the trials that this process currently runs
 _KEPT_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended.
+    """Outcome of a trial.
 
     status: "ok"; "oom", out of device or host memory; "timeout", still running at its deadline
-    (which does not say why); "crash", ended by a signal; "error", an exception or an early exit.
+    (for any reason); "crash", ended by a signal; "error", an exception or an early exit.
     A sweep adds "declined" and "not run".
     """
 
     status: str
-    result: dict | None  # what the function returned, for "ok" only
+    result: dict | None  # the function's return value, for "ok" only
     seconds: float
     message: str  # one line, empty for "ok"
     returncode: int | None
@@ -46,7 +46,7 @@ class Outcome:
 
 
 class Stopped(Exception):
-    """The caller asked for the trial to end; it has, with all it started."""
+    """Raised when the trial has ended, with all it started, at the caller's request."""
 
 
 def run_child(
@@ -60,19 +60,19 @@ def run_child(
     watch: Callable[[int], str] | None = None,
     python: str | None = None,
 ) -> Outcome:
-    """Calls `entry` ("package.module:function") with `spec` in a new Python process.
+    """Call `entry` ("package.module:function") with `spec` in a new Python process.
 
-    The child finds the modules that this process finds, lives in a session of its own, and is ended
-    with everything it started when it returns, when `deadline_s` (start-up included) has passed,
-    when this process dies, or when `stop` is set. `env` is added to this process's environment;
+    The child finds the modules that this process finds, has its own session, and is ended with
+    everything it started when it returns, when `deadline_s` (start-up included) has passed, when
+    this process dies, or when `stop` is set. `env` is added to this process's environment;
     `folder` keeps spec.json, result.json, stdout.txt and stderr.txt (None: nothing is kept).
     `watch` is called with the child's pid while it runs, many times a second; once it returns a
     reason, the child is ended as at a deadline, with that as its message. `python` is another
-    interpreter, with packages of its own: of this one's path it gets what is no package.
+    interpreter with its own packages: from this one's path it gets only what is not installed.
 
-    Raises ValueError for an entry that does not exist, a spec that is no JSON, a deadline that is
-    not positive, or a folder that another call still writes to; Stopped after `stop`; nothing for
-    how the child ended.
+    Raises ValueError for an entry that does not exist, a spec that is not JSON, a deadline that is
+    not positive, or a folder that another call still writes to; Stopped after `stop`. How the
+    child ended raises nothing.
     """
     check_entry(entry)
     if not deadline_s > 0:
@@ -110,7 +110,7 @@ def run_child(
                     late = late or f"still running after {deadline_s:g} s"
                 if late and process.poll() is None:
                     seen = ""
-                    if watch is None:  # else whoever watches has looked already
+                    if watch is None:  # else the watcher has looked already
                         with contextlib.suppress(OSError):
                             seen = looks.asked(process.pid, stderr)[: 4 * _TAIL_BYTES]
                     roots = family.family(cookie, roots)  # while it still leads to all of them
@@ -122,7 +122,7 @@ def run_child(
         finally:
             seconds = time.monotonic() - started
             if process.returncode is not None:
-                roots = roots - {process.pid}  # reaped, so the number may be somebody else's by now
+                roots = roots - {process.pid}  # reaped, so the PID may have been reused
             family.end_family(cookie, roots)
             process.wait()
         if seen is not None:
@@ -137,7 +137,7 @@ def run_child(
 
 @contextlib.contextmanager
 def _files_in(folder: str | Path | None) -> Iterator[Path]:
-    """The folder, this call's alone; a temporary one for None."""
+    """Yield the folder, exclusive to this call; a temporary one for None."""
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="nsa-trial-") as temporary:
             yield Path(temporary)
@@ -156,7 +156,7 @@ def _files_in(folder: str | Path | None) -> Iterator[Path]:
 
 
 def _outcome(returncode: int, left: dict, seconds: float, stderr: Path, killed: bool) -> Outcome:
-    """killed: the kernel has ended a process for memory meanwhile."""
+    """Return the Outcome; killed: the kernel has ended a process for memory meanwhile."""
     if left and returncode >= 0:
         message, evidence = left.get("message", ""), left.get("traceback", "")
         return Outcome(left["status"], left.get("result"), seconds, message, returncode, evidence)
@@ -187,7 +187,7 @@ def _environment(env: dict[str, str], cookie: str, python: str | None) -> dict[s
 
 
 def check_entry(entry: str) -> None:
-    """ValueError unless `entry` is "package.module:function" of a module that can be found."""
+    """Raise ValueError unless `entry` is "package.module:function" of a module that exists."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", entry):
         raise ValueError(f"entry={entry!r} is not of the form 'package.module:function'")
     module = entry.partition(":")[0]

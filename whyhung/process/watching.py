@@ -1,7 +1,7 @@
-"""Runs any command as it is, watches its processes from outside, and reports when they stand still.
+"""Run any command unmodified, watch its processes from outside, and report when they stand still.
 
 The command has this process's terminal, files, signals and exit code; nothing of it is captured,
-and it goes on when the watcher is killed.
+and it goes on if the watcher is killed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ PASSED_ON = (
 )
 WAKES_S = 0.1
 ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
-ENDS_S = 120.0  # what an ending signal moves in this time is the end of it, and no progress
-ARRIVES_S = 0.005  # a signal for a process group, at all of it
+ENDS_S = 120.0  # changes in this time after an ending signal are its effect, not progress
+ARRIVES_S = 0.005  # for a signal to reach all of a process group
 TERM_S = 10.0  # from SIGTERM to SIGKILL, where the user asked for an end
-GPU_REST_S = 2.0  # the GPUs are asked after a rest of this: asking costs, too
+GPU_REST_S = 2.0  # the GPUs are queried after this rest: queries have a cost
 NODES_S = 5.0
 STATUS_S = 2.0
 
@@ -60,14 +60,14 @@ def watch(
     stall_s: float = 5.0,
     limit_s: float | None = None,
 ) -> int:
-    """Runs `command`; its exit code, or minus the signal that ended it.
+    """Run `command`; return its exit code, or minus the signal that ended it.
 
-    folder: for evidence and reports; by default a new one below watch/. nodes: one that several
-    nodes share, each with a folder of its own in it. count: have its Python processes count their
-    progress (whyhung.watch.inside). on_stall, on_hang: "report" or "kill". limit_s: the user's own;
-    the command is ended when it is over. Call it in the main thread.
+    folder: for evidence and reports; by default a new one below watch/. nodes: a folder shared by
+    several nodes, each with its own subfolder. count: have its Python processes count their
+    progress (whyhung.watch.inside). on_stall, on_hang: "report" or "kill". limit_s: the user's own
+    limit, after which the command is ended. Call it in the main thread.
 
-    Raises ValueError for what cannot be, and OSError for a command that cannot be started.
+    Raises ValueError for invalid arguments, and OSError if the command cannot be started.
     """
     if not command:
         raise ValueError("no command; write: whyhung watch -- python train.py")
@@ -105,18 +105,18 @@ def watch(
         watcher.stop.set()
         thread.join()
         watcher.finish(process.returncode)
-    except Exception as error:  # ours, which must not be the command's
+    except Exception as error:  # our own failure, which must not become the command's
         reports.say(f"watching has failed, your program goes on: {error!r}")
         _until_it_ends(process)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if inner and not family.family(cookie):  # else somebody still counts there
+        if inner and not family.family(cookie):  # else a process still counts there
             shutil.rmtree(inner, ignore_errors=True)
     return process.returncode
 
 
 def _until_it_ends(process: subprocess.Popen, hears: Callable[[int], Any] = int) -> None:
-    """Signals that are meant for the command are passed on to it, until it has ended."""
+    """Pass on to the command all signals that are meant for it, until it has ended."""
     with _Bystander() as bystander:
         while process.poll() is None:
             came = signal.sigtimedwait({*PASSED_ON, signal.SIGCHLD}, WAKES_S)
@@ -130,10 +130,10 @@ def _until_it_ends(process: subprocess.Popen, hears: Callable[[int], Any] = int)
 
 
 class _Bystander:
-    """A process that nobody means: a signal that it got, too, went to the command as well.
+    """Process that no signal is meant for: one that it got, too, was sent to the command as well.
 
-    It sleeps in the same process group, with all those signals blocked. Where there is none, every
-    signal counts as meant for this process alone.
+    It sleeps in the same process group, with all those signals blocked. Without it, every signal
+    counts as meant for this process alone.
     """
 
     def __enter__(self) -> _Bystander:
@@ -166,21 +166,21 @@ class _Bystander:
 
 
 def _fresh(command: Sequence[str]) -> Path:
-    """watch/DATE-NAME-ID, which is not there yet."""
+    """Return watch/DATE-NAME-ID, a path that does not exist yet."""
     named = [word for word in command if word.endswith((".py", ".sh"))] or command
     name = "".join(c if c.isalnum() or c in "._" else "-" for c in Path(named[0]).stem)[:40]
     return Path("watch", f"{time.strftime('%Y-%m-%d')}-{name}-{os.urandom(4).hex()}")
 
 
 def _counters() -> Path:
-    """Where processes count: in memory if they can, for a slow or full disk must not stop them."""
+    """Make the counters' folder, in memory if possible: a slow or full disk must not stop them."""
     memory = Path("/dev/shm")
     where = memory if os.access(memory, os.W_OK) else None
     return Path(tempfile.mkdtemp(prefix="whyhung-", dir=where))
 
 
 class _Watcher:
-    """The thread that observes. Whatever goes wrong in it, the command goes on."""
+    """Thread that observes. Whatever fails in it, the command goes on."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Watcher:
         self.observer = Observer(evidence, self.members, cookie=cookie, tell=self.tell)
         self.reason = self.message = ""
         self._heard: tuple[str, float] | None = None  # the signal to end, and when it came
-        self._use = contextlib.ExitStack()  # of the GPUs
+        self._use = contextlib.ExitStack()  # for the GPU queries
         self._asks_gpus, self._next_nodes, self._next_status = False, 0.0, 0.0
         self._has_gpus = shutil.which("nvidia-smi") is not None
 
@@ -215,7 +215,7 @@ class _Watcher:
                 self.reports.put("error.txt", trace)
 
     def step(self) -> None:
-        """One sample or look, and what follows from it."""
+        """Take one sample or look, and act on it."""
         observer = self.observer
         if self._ends() and standing(self.evidence):
             return
@@ -242,14 +242,14 @@ class _Watcher:
             self._heard = family.signal_name(number), self.observer.t
 
     def _ends(self) -> bool:
-        """True while such a signal came so recently that the command deals with it."""
+        """Return True while an ending signal is so recent that the command still handles it."""
         return self._heard is not None and self.observer.t < self._heard[1] + ENDS_S
 
     def tell(self, report: dict[str, Any]) -> None:
-        """Of the observer: something stands still, or moves again."""
+        """Report that something stands still, or moves again; called by the observer."""
         if report is not self.evidence.reports[-1]:
             return  # another took its place
-        if self._ends():  # what changes now is the signal's own doing, py-spy's end as well
+        if self._ends():  # changes now are the signal's own doing, py-spy's end as well
             if report["withdrawn"] is not None:
                 report["withdrawn"] = None
                 return
@@ -270,11 +270,11 @@ class _Watcher:
         self.reports.tell(self.now(), verdict)
 
     def now(self) -> Evidence:
-        """The evidence as of now."""
+        """Return the evidence as of now."""
         return replace(self.evidence, seconds=self.observer.t)
 
     def words(self) -> str:
-        """Of the status line."""
+        """Return the text of the status line."""
         t, rest_s = self.observer.t, self.observer.rest_s()
         told = [time.strftime("%H:%M:%S", time.gmtime(t))]
         ranks = self.evidence.ranks()
@@ -286,7 +286,7 @@ class _Watcher:
         return " · ".join(filter(None, told))
 
     def end(self, reason: str, message: str) -> None:
-        """SIGTERM to the whole family, then SIGKILL, as the user asked; the page is there first."""
+        """Write the page, then end the whole family with SIGTERM and SIGKILL, as the user asked."""
         self.reason, self.message = reason, message
         self.reports.write(self.now(), self.observer.judged())
         self.reports.say(f"ends the command: {message}")
@@ -301,7 +301,7 @@ class _Watcher:
         family.end_family(self.cookie)
 
     def finish(self, code: int) -> None:
-        """When the command has ended."""
+        """Complete evidence and reports when the command has ended."""
         how = ("returned", "") if code == 0 else ("exit", "")
         if code < 0:
             how = ("signal", family.signal_name(-code))
@@ -327,7 +327,7 @@ class _Watcher:
         (self.reports.tell if cut else self.reports.write)(self.evidence, judge(self.evidence))
 
     def _moved(self) -> bool:
-        """True if any rank has come further since its last sample."""
+        """Return True if any rank has advanced since its last sample."""
         read = {
             rank: progress.cells_of(one.file) for rank, one in self.members().items() if one.file
         }
@@ -335,7 +335,7 @@ class _Watcher:
         return any(p != self.evidence.last(rank) for rank, p in known.items())
 
     def _by_user(self, code: int) -> str:
-        """The signal by which the user ended it, "" where it ended by itself."""
+        """Return the signal by which the user ended it, "" if it ended by itself."""
         if self._ends():
             return self._heard[0]
         number = -code if code < 0 else code - 128
@@ -352,7 +352,7 @@ class _Watcher:
 
 
 def as_it_ended(code: int) -> int:
-    """The exit code for what `watch` returned; of a signal, this process ends by the same one."""
+    """Return the exit code for the result of `watch`; a signal ends this process the same way."""
     if code >= 0:
         return code
     sys.stdout.flush()

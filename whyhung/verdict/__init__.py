@@ -1,4 +1,4 @@
-"""How a trial ended, judged from what was seen of it; and several trials beside each other.
+"""Verdicts on how a trial ended, from its evidence; and comparisons of several trials.
 
 `judge` is a pure function, whyhung.verdict.rules has its rules: a timeout alone is never HANG, and
 slow work is never HANG.

@@ -1,4 +1,4 @@
-"""Threads that work, that wait while they burn a processor, or that only ask again."""
+"""Threads that work, that wait while they burn a processor, or that only poll."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from whyhung.verdict.graph import Node
 from whyhung.watch.evidence import HIDDEN, Process, Snapshot, Thread, Wait
 
 LOOKS = 3  # full snapshots that must agree
-TICK_S = 0.01  # as fine as the kernel tells processor time
-WORKS = 0.01  # of a core
-# of a core, for a thread of which nothing tells that anybody waits for it: a heartbeat, a progress
-# bar or the refresher of a cache takes less
+TICK_S = 0.01  # resolution of the kernel's CPU times
+WORKS = 0.01  # share of a core
+# share of a core, for a thread that nothing is known to wait for: a heartbeat, a progress bar or
+# the refresher of a cache uses less
 MUCH = 0.1
-POLLS = 0.25  # of a core, which a poll takes at most
+POLLS = 0.25  # share of a core that a poll uses at most
 LONG_S = 120.0  # a timer that is set for longer ends nothing soon
-BACK_OFF = 1.5  # a wait that grows so much from one question to the next comes to an end
-# Where a thread waits for its device, as C or Python names it, and where it compiles for one.
+BACK_OFF = 1.5  # a polling wait that grows by this factor comes to an end
+# Functions in which a thread waits for its device, in C or Python, and that compile for one.
 _DEVICE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSync",
            "cuEventSync", "cuCtxSynchronize", "cuMemcpyDtoH", "cudaMemcpy", "hipStreamSynchronize",
            "hipDeviceSynchronize", "libcuda.so", "torch/cuda/streams.py:",
            "torch/cuda/__init__.py:")  # fmt: skip
 _COMPILES = ("ptxjit", "nvrtc", "nvvm", "LLVM", "llvm", "nvJitLink", "cuModuleLoad", "cuLink")
 _CARRYING = ("", "pipe", "socket", "fifo", "disk", "other")  # waits between which bytes move
-# Threads that carry what other ranks send, ask 100 times a second, and work from then on.
+# Threads that carry what other ranks send; they poll 100 times a second, and work above that.
 CARRIERS, CARRIES = ("gloo_tcp_loop",), 0.05
 MADE_BY_LOOKS = 8  # py-spy stops a thread two or three times
-SPUN_S = 3.0  # of processor time, after which an unchanged closed loop is certified
+SPUN_S = 3.0  # CPU time after which an unchanged closed loop is certified
 
 
 def at_work(looks: Sequence[Snapshot], share: float = WORKS, *, moves: bool = True) -> set[Node]:
-    """Threads that used a processor, or wanted one at most looks.
+    """Return threads that used a processor, or wanted one at most looks.
 
-    share: of a core, from which a thread counts as using one. moves: those count as well whose
+    share: of a core, from which a thread counts as using one. moves: also count threads whose
     process moved bytes, or in which the state of the user's own code changed.
     """
     first, last, found = looks[0], looks[-1], set()
     for process in last.processes:
         before = first.process(process.pid)
         if before is not None and before.started != process.started:
-            before = None  # another one with its number
+            before = None  # another one with its PID
         seen = [p for look in looks if (p := look.process(process.pid))]
         moved = _moved([p.io_bytes for p in seen])
         earlier = {thread.tid: thread for thread in before.threads} if before else {}
@@ -63,12 +63,12 @@ def at_work(looks: Sequence[Snapshot], share: float = WORKS, *, moves: bool = Tr
 
 
 def _moved(io_bytes: Sequence[int]) -> bool:
-    """Read or wrote between two looks, twice at least."""
+    """Return True if bytes were read or written between looks, at least twice."""
     return sum(a != b for a, b in pairwise(io_bytes)) >= 2
 
 
 def wakes(looks: Sequence[Snapshot]) -> set[Node]:
-    """Threads that gave up their processor more often between two looks than looks make them."""
+    """Return threads that gave up their processor more often between two looks than looks cause."""
     found, before = set(), {}
     for look in looks:
         for process in look.processes:
@@ -82,16 +82,16 @@ def wakes(looks: Sequence[Snapshot]) -> set[Node]:
 
 
 def _changes(seen: Sequence[Thread]) -> bool:
-    """Whether the state of a user's own code changed between looks, or the code itself."""
+    """Return True if the state of the user's own code changed between looks, or the code itself."""
     own = [t for t in seen if any(is_users(frame) for frame in t.frames)]
     states = {(t.frames, t.visible) for t in own if t.visible}
     return len(own) == len(seen) and len(states) > 1
 
 
 def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
-    """Threads whose timer was set anew between two looks, and nothing else of them changed.
+    """Return threads whose timer was set anew between two looks, while nothing else changed.
 
-    That such a timer ends brings nothing; a back-off, which sleeps longer each time, is not so.
+    The end of such a timer brings nothing; a back-off, which sleeps longer each time, is excluded.
     """
     found, before, longest = set(), {}, {}
     for number, look in enumerate(looks):
@@ -115,10 +115,10 @@ def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
 
 
 def polls(looks: Sequence[Snapshot], periodic: set[Node]) -> dict[Node, Wait]:
-    """Ranks' main threads that sleep, ask the same thing, and sleep again; with what they ask for.
+    """Return the ranks' main threads that sleep, poll the same thing, and sleep again, with waits.
 
-    periodic: as `asks_again` finds them. One that waits for somebody's word at the same time, as a
-    queue with a timeout does, waits for that; one that uses much of a core does more than ask.
+    periodic: from `asks_again`. A thread that also waits to be woken by another, as a queue with a
+    timeout does, waits for that; one that uses much of a core does more than poll.
     """
     found = {}
     for process in looks[-1].processes if looks else ():
@@ -138,10 +138,10 @@ def polls(looks: Sequence[Snapshot], periodic: set[Node]) -> dict[Node, Wait]:
 
 
 def device_waits(looks: Sequence[Snapshot]) -> dict[Node, Wait]:
-    """Threads of ranks that wait for their device, though the wait burns a processor.
+    """Return waits of ranks' threads for their device, even if the wait burns a processor.
 
-    Such a one is at the same place at every look, without the GIL and with unchanged locals, and
-    inside a function that waits for a device, as C's stack tells, or Python's where that is unread.
+    Such a thread is at the same place at every look, without the GIL and with unchanged locals, and
+    inside a function that waits for a device, by its C stack, or its Python stack without one.
     """
     found = {}
     for process in looks[-1].processes if len(looks) >= LOOKS else ():
@@ -167,7 +167,7 @@ def _again(look: Snapshot, process: Process, tid: int) -> Thread | None:
 
 
 def _at_device(called: Sequence[str], thread: Thread) -> str:
-    """The function in which it waits for a device; "" where it is in none, or compiles for one."""
+    """Return the function in which it waits for a device; "" if none, or if it compiles for one."""
     if any(mark in name for name in called for mark in _COMPILES):
         return ""
     if found := [name for name in called for mark in _DEVICE if mark in name]:
@@ -179,9 +179,8 @@ def _at_device(called: Sequence[str], thread: Thread) -> str:
 
 
 def spins(looks: Sequence[Snapshot], rank: int) -> list[Thread]:
-    """Its main thread at the last looks, if in a loop that its own locals alone could end, and
-    those stayed as they were while it used seconds of a processor; else nothing.
-    """
+    """Return its main thread at the last looks, if in a loop that only its own locals could end and
+    those stayed as they were while it used seconds of a processor; else []."""
     mine = mains(looks, rank)
     last = mine[-1] if mine else None
     same = list(takewhile(lambda t: last and _place(t) == _place(last), reversed(mine)))[::-1]
@@ -191,7 +190,7 @@ def spins(looks: Sequence[Snapshot], rank: int) -> list[Thread]:
 
 
 def repeats(mine: Sequence[Thread]) -> float:
-    """Seconds of a processor in which Python code went round in a few states, seen before."""
+    """Return the CPU seconds in which Python code cycled through a few states, seen before."""
     states = [(t.frames[0].rpartition(":")[0], t.visible) if t.visible else None for t in mine]
     lines = {t.frames[0] for t in mine if t.frames}
     half = len(states) // 2
@@ -202,17 +201,17 @@ def repeats(mine: Sequence[Thread]) -> float:
 
 
 def mains(looks: Sequence[Snapshot], rank: int) -> list[Thread]:
-    """The rank's main thread at each look that has it."""
+    """Return the rank's main thread at each look that has it."""
     return [t for look in looks if (p := look.of(rank)) and (t := p.main())]
 
 
 def _state(thread: Thread) -> tuple[Any, ...]:
-    """Its user's frames with their locals; all frames where none is the user's."""
+    """Return the user's frames with their locals; all frames if none is the user's."""
     return tuple(user_frames(thread.frames)[0]) or thread.frames, thread.visible
 
 
 def _place(thread: Thread) -> tuple[Any, ...]:
-    """Its state as far as it is seen, and its functions without their lines."""
+    """Return its state as far as it is visible, and its functions without their lines."""
     return thread.visible, tuple(frame.rpartition(":")[0] for frame in thread.frames)
 
 

@@ -1,4 +1,4 @@
-"""Chains of a wait-for graph: where one begins, ends and closes, and its nodes in words."""
+"""Chains of a wait-for graph: their beginning, end and cycles, and their nodes in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main_of(graph: Graph, rank: int) -> Node | None:
 
 
 def root_of(graph: Graph, main: Node) -> Node:
-    """The end of the chain, followed from process to process, as far as these are the run's."""
+    """Return the end of the chain, followed from process to process within the run."""
     seen, node = {main[0]}, main
     while True:
         others = [*graph.everyone.get(node, ()), *graph.anyone.get(node, ())]
@@ -27,13 +27,13 @@ def root_of(graph: Graph, main: Node) -> Node:
 
 
 def _is_own(graph: Graph, node: Node) -> bool:
-    """Its process belongs to a rank of the run, and is no launcher or stranger."""
+    """Return True if its process belongs to a rank of the run, and is no launcher or stranger."""
     process = graph.process(node)
     return process is None or process.of >= 0
 
 
 def cycle_from(graph: Graph, start: Node) -> list[Node]:
-    """The circle of known owners that `start` leads into; [] where owners are not known."""
+    """Return the cycle of known owners that `start` leads into; [] if owners are unknown."""
     path, node = [], start
     while node not in path:
         path.append(node)
@@ -47,7 +47,7 @@ def cycle_from(graph: Graph, start: Node) -> list[Node]:
 
 
 def tells(graph: Graph, main: Node, node: Node) -> bool:
-    """True for a node that belongs into the picture: one of many idle threads does not."""
+    """Return True if a node belongs in the picture: one of many idle threads does not."""
     thread = graph.threads[node]
     beyond = node[0] != main[0] and (thread.main or node == root_of(graph, main))
     return node == main or beyond or bool(user_line(thread.frames))

@@ -1,6 +1,6 @@
-"""In which collective each rank is, which ranks it lacks, and whether it can ever end.
+"""Find the collective that each rank is in, the ranks it lacks, and whether it can ever end.
 
-From the ranks' Flight Recorders where they could be read, else from their stacks.
+Reads the ranks' Flight Recorders if possible, else their stacks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from whyhung.verdict.graph import Collective, Node
 from whyhung.watch.evidence import Evidence, Process, Snapshot
 
 _DISTRIBUTED = "torch/distributed/"
-# What gloo says where a peer sends more than there is room for.
+# Error of gloo if a peer sends more than there is room for.
 _TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-_PAIRS = ("send", "recv")  # which have numbers of their own
-# In none of these does a thread wait for a collective, unless its stack says so.
+_PAIRS = ("send", "recv")  # numbered separately
+# Waits that are not for a collective, unless the stack shows one.
 _ELSEWHERE = ("pipe", "fifo", "file lock", "child", "terminal", "stopped", "disk", "polling")
 # Functions of torch.distributed that wait for the other ranks, as stacks show them.
 _WAITS = re.compile(
@@ -36,13 +36,13 @@ _WAITS = re.compile(
 def collectives(
     calls: Mapping[int, Pending | Pair], look: Snapshot, waits: Collection[Node] = ()
 ) -> dict[int, Collective]:
-    """{rank: the collective that it is in}, of those that are in one.
+    """Return {rank: the collective that it is in}, for ranks that are in one.
 
-    calls: as `open_calls` finds them. waits: threads that wait for their device, though they burn a
+    calls: from `open_calls`. waits: threads that wait for their device, even if they burn a
     processor.
     """
     seen = _seen(look)
-    # A stack is surer than a record of who is in a send or a receive of gloo's.
+    # A stack is more reliable than a record for a send or a receive of gloo's.
     stacked = {rank: one for rank, one in seen.items() if one.partners}
     recorded = _recorded(calls, look, waits)
     precise = {rank for rank, one in recorded.items() if one.paired}
@@ -50,7 +50,7 @@ def collectives(
 
 
 def open_calls(evidence: Evidence) -> dict[int, Pending | Pair]:
-    """{rank: its oldest call that has not ended}, of its Flight Recorder."""
+    """Return {rank: its oldest call that has not ended}, from its Flight Recorder."""
     flights = evidence.flights
     oldest: dict[int, tuple[float, Pending | Pair]] = {}
     for call in (*pending(flights, evidence.ranks()), *pairs(flights)):
@@ -65,7 +65,7 @@ def open_calls(evidence: Evidence) -> dict[int, Pending | Pair]:
 def _recorded(
     calls: Mapping[int, Pending | Pair], look: Snapshot, waits: Collection[Node]
 ) -> dict[int, Collective]:
-    """Collectives by the oldest call that has not ended, of each rank that waits."""
+    """Return collectives by the oldest call that has not ended, for each rank that waits."""
     found = {}
     for rank, call in calls.items():
         if _waits(look, rank, waits):
@@ -79,13 +79,13 @@ def _recorded(
 
 
 def _of_group(call: Pending, rank: int, look: Snapshot) -> Collective | None:
-    """The collective of a rank that has enqueued it; None where only its own device lacks."""
+    """Return the collective of a rank that has enqueued it; None if only its own device lags."""
     told = {"group": call.group, "number": call.number, "source": "Flight Recorder"}
     op = name_of(call.entries[rank])
     if call.differs:
         others = tuple(other for other in call.entries if other != rank)
         return Collective(op, **told, mismatch=call.differs, others=others)
-    # Of whom there is no record: it was stopped, or keeps the GIL, or is on another node.
+    # Ranks without a record were stopped, or hold the GIL, or are on another node.
     missing = tuple(sorted({*call.missing, *(r for r in call.unseen if look.of(r))}))
     if missing:
         return Collective(op, **told, missing=missing)
@@ -97,7 +97,7 @@ def _of_group(call: Pending, rank: int, look: Snapshot) -> Collective | None:
 
 
 def _of_pair(call: Pair, beyond: Pending | Pair | None) -> Collective | None:
-    """The rank's send or receive; None where nothing tells whether it has its other half.
+    """Return the rank's send or receive; None if it is unknown whether it has its other half.
 
     beyond: the oldest call that the peer is in: its half comes after that, if it is another one.
     """
@@ -107,12 +107,12 @@ def _of_pair(call: Pair, beyond: Pending | Pair | None) -> Collective | None:
     if call.matched is False:
         return Collective(call.op, **told, missing=(call.peer,))
     meets = isinstance(beyond, Pair) and beyond.peer == call.rank and beyond.op != call.op
-    # Of one that nothing tells, what had been sent before would have come.
+    # For an unrecorded peer: anything sent before would have arrived.
     return Collective(call.op, **told, partners=() if meets else (call.peer,))
 
 
 def _waits(look: Snapshot, rank: int, waits: Collection[Node]) -> bool:
-    """Its main thread is asleep, or waits for its device."""
+    """Return True if its main thread is asleep, or waits for its device."""
     process = look.of(rank)
     main = process.main() if process else None
     if main is None:
@@ -123,10 +123,10 @@ def _waits(look: Snapshot, rank: int, waits: Collection[Node]) -> bool:
 
 
 def _seen(look: Snapshot) -> dict[int, Collective]:
-    """By what the stacks show: of those that live, who is in none is missing.
+    """Return collectives as the stacks show them: live ranks that are in none are missing.
 
-    Who sends or receives waits for any of the others. One that has ended need not have been in the
-    group, so only a record of it proves anything.
+    A sender or receiver waits for any of the others. A rank that has ended need not have been in
+    the group, so only its record proves anything.
     """
     ranks = {p.rank: p for p in look.processes if p.rank is not None and p.main() is not None}
     mains = {rank: process.main() for rank, process in ranks.items()}
@@ -135,7 +135,7 @@ def _seen(look: Snapshot) -> dict[int, Collective]:
     found = {}
     for rank, call in calls.items():
         if call in _PAIRS:
-            # A send and a receive may be one another's, and only slow to find each other.
+            # A send and a receive may match each other, and only be slow to meet.
             met = any(other in _PAIRS and other != call for other in calls.values())
             others = tuple(other for other in sorted(mains) if other != rank and not met)
             found[rank] = Collective(call, partners=others)
@@ -145,9 +145,9 @@ def _seen(look: Snapshot) -> dict[int, Collective]:
 
 
 def _call(process: Process) -> str:
-    """The outermost function of torch.distributed near the top of its stack; "" for none.
+    """Return the outermost function of torch.distributed near the top of its stack; "" for none.
 
-    DDP's gradients are averaged inside a backward: then a thread of gloo has a time limit to keep.
+    DDP averages gradients inside a backward; a gloo thread then has a time limit.
     """
     main, named = process.main(), ""
     for frame in main.frames[:8] if main else ():
@@ -161,7 +161,7 @@ def _call(process: Process) -> str:
 
 
 def unlike(evidence: Evidence) -> list[str]:
-    """Sentences on collectives that did not match, of a trial that ended by them."""
+    """Return sentences on mismatched collectives, for a trial that ended by them."""
     found = [said] if (said := first_mismatch(evidence.flights)) else []
     end = evidence.end
     if end is not None and (bytes_ := _TOO_LONG.search(f"{end.message}\n{end.traceback}")):

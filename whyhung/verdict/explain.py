@@ -1,4 +1,4 @@
-"""A verdict and its evidence as a page: for a terminal, or as markdown for a notebook.
+"""Page of a verdict and its evidence: for a terminal, or as markdown for a notebook.
 
 First what happened and at which line of the user's, then who waits for whom, then all the rest.
 """
@@ -20,7 +20,7 @@ from whyhung.verdict.rules import Verdict, judge
 from whyhung.watch.evidence import OUTSIDE, End, Evidence, P, Sample
 
 STRIP_WIDTH = 60
-ROWS = 8  # of progress
+ROWS = 8  # rows of progress
 OUTPUT = 12  # lines
 BARS = " ▁▂▃▄▅▆▇█"
 UNCOUNTED = ("SLOW:uncounted", "SLOW:timer")
@@ -33,7 +33,7 @@ TEACH = (
 def page(
     evidence: Evidence, verdict: Verdict | None = None, *, name: str = "", markdown: bool = False
 ) -> str:
-    """What happened, who waits for whom, and the evidence; `verdict` None: judged now.
+    """Return what happened, who waits for whom, and the evidence; `verdict` None: judge now.
 
     name: the trial's id. Lines of a terminal's page have at most 100 characters.
     """
@@ -48,17 +48,17 @@ def page(
 
 @dataclass
 class Section:
-    """A title, and under it lines, a table (its first row are the headings), or verbatim text."""
+    """Title with lines, a table (its first row has the headings), or verbatim text under it."""
 
     title: str
     lines: list[str] = field(default_factory=list)
     table: list[list[str]] = field(default_factory=list)
     verbatim: list[str] = field(default_factory=list)
-    image: str = ""  # what markdown has in the place of `verbatim`
+    image: str = ""  # used by markdown in place of `verbatim`
 
 
 def sections(evidence: Evidence, verdict: Verdict) -> list[Section]:
-    """All that are not empty."""
+    """Return all sections that are not empty."""
     drawn = picture.text(verdict.edges)
     seen = family.told(evidence)
     output = [clipped(line.rstrip(), WIDTH - 2) for line in evidence.output]
@@ -84,7 +84,7 @@ def sections(evidence: Evidence, verdict: Verdict) -> list[Section]:
 
 
 def _teach(evidence: Evidence, verdict: Verdict) -> list[str]:
-    """How the tool learns that this silence is healthy."""
+    """Return how to declare that this silence is healthy."""
     if "attached" in evidence.spec:
         return []
     if verdict.kind != "STALLED" and verdict.label not in UNCOUNTED:
@@ -96,7 +96,7 @@ def _teach(evidence: Evidence, verdict: Verdict) -> list[str]:
 
 
 def _unknown(evidence: Evidence, verdict: Verdict) -> list[str]:
-    """What the verdict could not know, and what of which process could not be read."""
+    """Return facts unknown to the verdict, and which processes could not be read and why."""
     last = {p.pid: p for s in evidence.snapshots if s.full for p in s.processes}
     messages: dict[str, list[int]] = {}
     for process in last.values():
@@ -166,7 +166,7 @@ def _how(end: End) -> str:
 
 
 def strip(samples: list[Sample], steps: int, seconds: float, width: int = STRIP_WIDTH) -> str:
-    """How much was done, along time: a slope is slow, flat is not moving."""
+    """Return a bar chart of the work done over time: a slope is slow, flat is not moving."""
     heights, at, done = [], 0, 0.0
     top = max((fraction(s.p, steps) for s in samples), default=0.0) or 1.0
     for column in range(width):
@@ -177,7 +177,7 @@ def strip(samples: list[Sample], steps: int, seconds: float, width: int = STRIP_
 
 
 def where(p: P) -> str:
-    """A progress coordinate in words: "step 5, backward, node 12 of 96"."""
+    """Return a progress coordinate in words: "step 5, backward, node 12 of 96"."""
     if p.phase == OUTSIDE:
         return str(p)
     told = [f"step {p.step}" if p.step >= 0 else "before the first step", p.phase]
@@ -245,7 +245,7 @@ def _losses(losses: list[float]) -> list[str]:
 
 
 def _rerun(evidence: Evidence) -> list[list[str]]:
-    """Where it was at the deadline, and at twice the deadline."""
+    """Return a table of its progress at the deadline, and at twice the deadline."""
     rows = [["run", "deadline", "seconds", "where it was", "ended by"]]
     if evidence.again is None:
         return rows
@@ -270,14 +270,14 @@ def _text(evidence: Evidence, verdict: Verdict, name: str, parts: list[Section])
 
 
 def _label(verdict: Verdict, name: str) -> str:
-    """What a program looks for."""
+    """Return the label, rule, trial and place in one line, for programs to search."""
     told = [verdict.label, f"rule: {verdict.rule}" if verdict.rule else ""]
     told += [f"trial {name}" if name else "", f"place: {verdict.place}" if verdict.place else ""]
     return "; ".join(part for part in told if part)
 
 
 def _columns(table: list[list[str]]) -> list[str]:
-    """Aligned; the last column of a wide table goes on below itself."""
+    """Return aligned lines; the last column of a wide table continues below itself."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)][:-1]
     last = sum(width + 2 for width in widths) + 2
     lines = []
@@ -310,7 +310,7 @@ def _fenced(lines: list[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """What markdown would take for its own stays as it is."""
+    """Escape the characters that markdown would interpret, and join the lines."""
     for mark in ("*", "_", "<"):
         text = text.replace(mark, "\\" + mark)
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""The processes and threads of a program as lines: the user's frames first, what is alike once."""
+"""Processes and threads of a program as lines: the user's frames first, identical ones once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whyhung.verdict.picture import TIMED, WIDTH, clipped, seconds, spans
 from whyhung.watch.evidence import Evidence, Process, Snapshot, Thread
 
 LINES = 60
-CALLERS = 3  # of the user's frames around the innermost
+CALLERS = 3  # user frames around the innermost
 STATES = {
     "R": "runs", "S": "sleeps", "D": "waits for a disk or a device", "T": "is stopped",
     "t": "is stopped by a debugger", "Z": "has ended, and nobody has collected it",
@@ -21,7 +21,7 @@ STATES = {
 
 
 def told(evidence: Evidence, most: int = LINES) -> list[str]:
-    """As they were at the last full snapshot, what is rare first; the rest is counted."""
+    """Return lines on the last full snapshot, rare processes first; the rest is counted."""
     groups: dict[Hashable, list[tuple[Snapshot, Process]]] = {}
     for snapshot in _last(evidence.snapshots):
         for process in snapshot.processes:
@@ -34,7 +34,7 @@ def told(evidence: Evidence, most: int = LINES) -> list[str]:
         snapshot, shown = group[0]
         before = _before(evidence.snapshots, snapshot, shown)
         room = most - 1 - len(lines)
-        room = min(room, max(6, room // (len(ordered) - number)))  # whoever has many leaves some
+        room = min(room, max(6, room // (len(ordered) - number)))  # large groups leave some
         blocks = [([_head(group, before)], 0), *_threads(shown, before)]
         for block, many in blocks:
             room -= len(block)
@@ -47,7 +47,7 @@ def told(evidence: Evidence, most: int = LINES) -> list[str]:
 
 
 def _last(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """For each rank the last with its stacks, or with its threads; each reduced to that rank."""
+    """Return each rank's last snapshot with stacks, or with threads, reduced to that rank."""
     found: dict[int, tuple[int, Snapshot]] = {}
     for snapshot in snapshots:
         if not snapshot.full:
@@ -63,14 +63,14 @@ def _last(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 
 
 def _worth(process: Process) -> int:
-    """How much is told of it; that a rank has ended is more than how it was before."""
+    """Return how much is known of it; that a rank has ended counts more than its earlier state."""
     ended = process.rank is not None and process.state in ("X", "Z")
     return 3 if ended else 2 if any(t.frames for t in process.threads) else bool(process.threads)
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """A process some time before, from which shares of a core are counted."""
+    """A process some time before, the baseline for shares of a core."""
 
     process: Process
     ago_s: float
@@ -93,7 +93,7 @@ def _before(snapshots: Sequence[Snapshot], now: Snapshot, process: Process) -> E
 
 
 def _alike(process: Process) -> Hashable:
-    """Equal for processes that do the same: numbers and times apart."""
+    """Return a key that is equal for processes that do the same, apart from numbers and times."""
     threads = {(t.main, _words(t.name), _same(t)) for t in process.threads if not t.ours}
     kind = process.rank is not None, _words(process.name), process.state, _words(process.message)
     return *kind, frozenset(threads)
@@ -137,7 +137,7 @@ def _head(group: list[tuple[Snapshot, Process]], before: Earlier | None) -> str:
 
 
 def _threads(process: Process, before: Earlier | None) -> Iterator[tuple[list[str], int]]:
-    """(lines, of how many threads): the main one first, then those in the user's code."""
+    """Yield (lines, number of threads): the main one first, then those in the user's code."""
 
     def rank(thread: Thread) -> tuple[bool, ...]:
         return not thread.main, not user_frames(thread.frames)[0], not thread.frames
@@ -162,7 +162,7 @@ def _threads(process: Process, before: Earlier | None) -> Iterator[tuple[list[st
 
 
 def _thread(threads: list[Thread], before: Earlier | None) -> str:
-    """Its name, and what it does or waits for."""
+    """Return its name, and what it does or waits for."""
     thread, number = threads[0], f"{len(threads):,}"
     does = [thread.wait.text if thread.wait else STATES.get(thread.state, thread.state)]
     if thread.wait and thread.wait.left_s is not None and not TIMED.search(thread.wait.text):

@@ -1,8 +1,8 @@
-"""Reads from ranks' Flight Recorders which collectives did not end, who came, and who did not.
+"""Find collectives that did not end in ranks' Flight Recorders, who entered them, and who did not.
 
 Rows are those of whyhung.watch.flight_recorder.entries, {rank: its rows, oldest first}; a rank with
-no rows is one whose recorder was read and holds nothing. Numbers count within a group and a
-library, since a group of "cpu:gloo,cuda:nccl" counts twice.
+no rows has a recorder that was read and is empty. Numbers count within a group and a library, since
+a group of "cpu:gloo,cuda:nccl" counts twice.
 """
 
 from __future__ import annotations
@@ -19,65 +19,65 @@ from whyhung.verdict.picture import runs
 
 Row = Mapping[str, Any]
 Flights = Mapping[int, Sequence[Row]]
-Key = tuple[str, str, tuple[int, ...]]  # name, library, members where told
+Key = tuple[str, str, tuple[int, ...]]  # name, library, members if recorded
 DEFAULT = ("", "0", "None")  # names of the group of all ranks
 _PEER = re.compile(r"\b(send|recv)\b(?: (\d+)(?:->|<-)(\d+))?")
-# What must be equal on all ranks, by the operation's name: each input, or the total of one side.
+# Sizes that must be equal on all ranks, by operation: each input, or the total of one side.
 _EACH = re.compile(r"all_?reduce|broadcast|barrier|^_?reduce(?!_?scatter)")
 _OUTPUTS = re.compile(r"all_?gather")
 _INPUTS = re.compile(r"reduce_?scatter")
 _EXCHANGE = re.compile(r"all_?to_?all")
 _SIDES = "sizes", "out_sizes"
-_BUFFER = 2**20  # elements that a library may take from a sender before they are received
+_BUFFER = 2**20  # elements that a library may buffer before they are received
 
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """A collective of a group that some rank enqueued and did not complete."""
+    """Collective of a group that some rank enqueued and did not complete."""
 
     group: str
     library: str  # "nccl", "gloo"
-    desc: str  # what the group is for, "" where not told
+    desc: str  # purpose of the group, "" if not recorded
     number: int
     op: str  # "all_reduce"; that of most ranks
     members: tuple[int, ...]
-    entries: dict[int, Row]  # of the ranks that have enqueued it
+    entries: dict[int, Row]  # rows of the ranks that have enqueued it
     missing: tuple[int, ...]  # members that were read and have not enqueued it
-    unseen: tuple[int, ...]  # members of which no record tells
-    completed: tuple[int, ...]  # members that it is over for
-    started: tuple[int, ...]  # whose device was in it, and may still be
+    unseen: tuple[int, ...]  # members without a record
+    completed: tuple[int, ...]  # members for which it is over
+    started: tuple[int, ...]  # ranks whose device was in it, and may still be
     differs: str = ""  # "rank 0 calls all_reduce of [3], rank 1 all_reduce of [5] at train.py:9 f"
     odd: tuple[int, ...] = ()  # the ranks that differ from most, where most agree
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A send or a receive that is not completed."""
+    """Send or receive that is not completed."""
 
     rank: int
-    peer: int | None  # None where the record does not tell
+    peer: int | None  # None if not recorded
     op: str  # "send" or "recv"
-    number: int | None  # of the rank's sends and receives in the group
+    number: int | None  # among the rank's sends and receives in the group
     group: str
     row: Row
-    matched: bool | None  # the peer has enqueued the other half; None where nothing tells
+    matched: bool | None  # the peer has enqueued the other half; None if unknown
 
 
 def pending(flights: Flights, world: Iterable[int] = ()) -> list[Pending]:
-    """The oldest collective of each named group that is not over for all its members.
+    """Return the oldest collective of each named group that is not over for all its members.
 
     world: every rank of the job, for a group of all that does not name them; else those read.
     """
     oldest: dict[tuple[Any, ...], Pending] = {}
     for one in opened(flights, world):
         key = one.group, one.library, one.members
-        if key not in oldest or one.library == "gloo":  # which may never say that one is over
+        if key not in oldest or one.library == "gloo":  # gloo may never record that one is over
             oldest[key] = one
     return list(oldest.values())
 
 
 def opened(flights: Flights, world: Iterable[int] = ()) -> list[Pending]:
-    """Every collective that is not over for all, by group, oldest first."""
+    """Return every collective that is not over for all, by group, oldest first."""
     found = []
     for key, calls in sorted(_groups(flights).items()):
         members = key[2] or _members(key, calls, {*flights, *world})
@@ -87,10 +87,10 @@ def opened(flights: Flights, world: Iterable[int] = ()) -> list[Pending]:
 
 
 def first_mismatch(flights: Flights) -> str:
-    """ "collective number 2 does not match: rank 0 calls all_reduce of [3], rank 1 ...", or "".
+    """Return "collective number 2 does not match: rank 0 calls all_reduce of [3], ...", or "".
 
-    The first number of a group, completed or not, that not all ranks gave to one operation of
-    sizes and types that fit.
+    It is the first number of a group, completed or not, for which the ranks' operations, sizes or
+    types do not fit.
     """
     for key, calls in sorted(_groups(flights).items()):
         members = key[2] or _members(key, calls, flights)
@@ -103,7 +103,7 @@ def first_mismatch(flights: Flights) -> str:
 
 
 def pairs(flights: Flights) -> list[Pair]:
-    """The sends and receives that are not completed, by rank and in their order."""
+    """Return the sends and receives that are not completed, by rank and in their order."""
     lines: dict[tuple[Any, ...], list[Row]] = {}  # (group, library, sender, receiver, "send")
     found = []
     for rank, rows in sorted(flights.items()):
@@ -132,12 +132,12 @@ def pairs(flights: Flights) -> list[Pair]:
 
 
 def line_of(row: Row) -> str:
-    """The line of the program that made the call, "train.py:9 step"; "" where not recorded."""
+    """Return the program's line that made the call, "train.py:9 step"; "" if not recorded."""
     return nearest(row.get("frames") or ())
 
 
 def ranks_said(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 2 and 5 to 9"."""
+    """Return "rank 3", "ranks 0, 2 and 5 to 9"."""
     told = []
     for run in runs(ranks):
         told += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
@@ -146,7 +146,7 @@ def ranks_said(ranks: Sequence[int]) -> str:
 
 
 def _groups(flights: Flights) -> dict[Key, dict[int, dict[int, Row]]]:
-    """{group: {rank: {number: its call}}}, of collectives."""
+    """Return {group: {rank: {number: its call}}} of the collectives."""
     members: dict[int, tuple[int, ...]] = {}  # by the list that all rows of a group share
     told: dict[tuple[str, str], set[tuple[int, ...]]] = {}
     for row in (row for rows in flights.values() for row in rows):
@@ -161,7 +161,7 @@ def _groups(flights: Flights) -> dict[Key, dict[int, dict[int, Row]]]:
                 continue
             named, given = _named(row), id(row.get("ranks"))
             if (*named, given) not in keys:
-                # two groups of one name are told apart by their members
+                # two groups of one name are distinguished by their members
                 known = [members[given]] if given in members else told.get(named, ())
                 fit = [ranks for ranks in known if rank in ranks]
                 keys[*named, given] = (*named, fit[0] if len(fit) == 1 else ())
@@ -171,7 +171,7 @@ def _groups(flights: Flights) -> dict[Key, dict[int, dict[int, Row]]]:
 
 
 def _together(before: Row | None, row: Row) -> Row:
-    """One call of those that were made as one: what was recorded last stands for all of them."""
+    """Merge calls that were made as one; the last one recorded represents them all."""
     if before is None:
         return row
     merged = dict(row)
@@ -227,7 +227,7 @@ def _at(
 
 
 def _dropped(rows: Sequence[Row], entries: Mapping[int, Row], library: str) -> bool:
-    """Tells that a recorder which keeps completed calls began later than others made this one."""
+    """Return True if a recorder that keeps completed calls began after others made this one."""
     made = [row["created_ns"] for row in entries.values() if row.get("created_ns")]
     began = next((row.get("created_ns") for row in rows if _named(row)[1] == library), None)
     if not made or not began or _from_start(rows, library):
@@ -236,7 +236,7 @@ def _dropped(rows: Sequence[Row], entries: Mapping[int, Row], library: str) -> b
 
 
 def _differs(entries: Mapping[int, Row], members: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """(how the ranks' calls of one number differ, who differs from most); "" where they fit."""
+    """Return (difference of the ranks' calls of one number, "" for none; ranks unlike most)."""
     names = {rank: name_of(row) for rank, row in entries.items()}
     types = {rank: _types(row) for rank, row in entries.items() if row.get("dtypes")}
     for values in (names, *_measures(entries, next(iter(names.values()), "")), types):
@@ -254,7 +254,7 @@ def _differs(entries: Mapping[int, Row], members: Sequence[int]) -> tuple[str, t
 
 
 def _measures(entries: Mapping[int, Row], name: str) -> list[dict[int, Any]]:
-    """Sizes that must be equal on all ranks, {rank: its}."""
+    """Return sizes that must be equal on all ranks, as dicts by rank."""
     if _EXCHANGE.search(name):
         return []
     for pattern, side in ((_OUTPUTS, "out_sizes"), (_INPUTS, "sizes")):
@@ -277,7 +277,7 @@ def _types(row: Row) -> list[str]:
 
 
 def _told(entries: Mapping[int, Row], with_types: bool = False) -> str:
-    """Each call once, with all the ranks that made it; rare ones first."""
+    """Return each distinct call once, with all the ranks that made it; rare ones first."""
     alike: dict[str, list[int]] = {}
     for rank, row in entries.items():
         called = called_of(row)
@@ -290,14 +290,14 @@ def _told(entries: Mapping[int, Row], with_types: bool = False) -> str:
 
 
 def called_of(row: Row) -> str:
-    """ "all_reduce of [3] at train.py:9 step"."""
+    """Return "all_reduce of [3] at train.py:9 step"."""
     sizes = ", ".join(map(str, row.get("sizes") or ()))
     line = line_of(row)
     return f"{name_of(row)} of {sizes or 'nothing'}{f' at {line}' if line else ''}"
 
 
 def group_said(call: Pending | Pair) -> str:
-    """ "TENSOR_MODEL_PARALLEL_GROUP (40)", "all ranks", "group 5"."""
+    """Return "TENSOR_MODEL_PARALLEL_GROUP (40)", "all ranks", "group 5"."""
     desc = str(call.row.get("desc") or "") if isinstance(call, Pair) else call.desc
     if call.group in DEFAULT:
         return "all ranks"
@@ -305,7 +305,7 @@ def group_said(call: Pending | Pair) -> str:
 
 
 def call_said(call: Pending | Pair) -> str:
-    """ "all_reduce number 61 of all ranks", "recv from rank 3, number 9 of group 5"."""
+    """Return "all_reduce number 61 of all ranks", "recv from rank 3, number 9 of group 5"."""
     if isinstance(call, Pair):
         to = "to" if call.op == "send" else "from"
         return f"{call.op} {to} rank {call.peer}, number {call.number} of {group_said(call)}"
@@ -313,13 +313,13 @@ def call_said(call: Pending | Pair) -> str:
 
 
 def line_said(call: Pending | Pair) -> str:
-    """The line of the program that made the call on some rank; "" where none is recorded."""
+    """Return the program's line that made the call on some rank; "" if none is recorded."""
     rows = [call.row] if isinstance(call, Pair) else call.entries.values()
     return next(filter(None, map(line_of, rows)), "")
 
 
 def _peer(rank: int, row: Row, told: re.Match[str]) -> int | None:
-    """The other rank of a send or a receive, whose name counts within the group."""
+    """Return the other rank of a send or a receive, whose name counts within the group."""
     if told[3] is None:
         return None
     members = list(row.get("ranks") or ())
@@ -329,8 +329,8 @@ def _peer(rank: int, row: Row, told: re.Match[str]) -> int | None:
 
 
 def _has(other: Sequence[Row], line: Sequence[Row], count: int, whole: bool) -> bool | None:
-    """Tells that the peer has the other half of the `count`-th of a line, counted from the start
-    or among open ones. None where a small one may have been sent before it was asked for."""
+    """Return True if the peer has the other half of a line's `count`-th call, from the start or
+    among open ones; None if a small one may have been sent before it was received."""
     if whole:
         return len(other) >= count
     before = sum(not _over(row) for row in line[:count])
@@ -343,7 +343,7 @@ def _has(other: Sequence[Row], line: Sequence[Row], count: int, whole: bool) -> 
 
 
 def _from_start(rows: Sequence[Row], library: str) -> bool:
-    """Tells that nothing has been dropped since the library's recorder began."""
+    """Return True if nothing has been dropped since the library's recorder began."""
     return next((row.get("id") for row in rows if _named(row)[1] == library), None) == 0
 
 
@@ -361,5 +361,5 @@ def _over(row: Row) -> bool:
 
 
 def name_of(row: Row) -> str:
-    """The operation, "all_reduce"; without its library."""
+    """Return the operation without its library, "all_reduce"."""
     return str(row.get("op") or "?").rpartition(":")[2]

@@ -1,4 +1,4 @@
-"""Which frames of a stack are the user's own, and in how few words the others are told.
+"""Separate a stack's user frames from those of libraries, and summarize the latter.
 
 A frame is "file:line function", a stack has its innermost frame first.
 """
@@ -13,20 +13,20 @@ from pathlib import PurePosixPath
 
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/:]+)")
 _STANDARD = re.compile(r"/lib(?:64)?/python3[^/]*/([^/:]+)|/python3\d+\.zip/([^/:]+)")
-# Of a torch that was built where its source lies; ~/torch/train.py is somebody's own.
+# Frames of a torch built in its source tree; ~/torch/train.py is a user's own.
 _TORCH = re.compile(
     r"(?:^|/)torch/(?:_[^/]*|ao|amp|autograd|backends|compiler|cuda|distributed|export|func|futures"
     r"|fx|jit|library|linalg|multiprocessing|nn|optim|profiler|storage|utils)(?:/|\.py:)"
     r"|(?:^|/)torch/(?:functional|serialization|random|overrides)\.py:"
 )
 _OURS = re.compile(r"(?:^|/)(?:whyhung/(?:process|watch|verdict|\w+\.py:)|nsa/(?:lab|cli)/)")
-_TYPED = ("<string>", "<stdin>", "<console>", "<ipython")  # what has no file and is yet somebody's
+_TYPED = ("<string>", "<stdin>", "<console>", "<ipython")  # has no file, but is the user's
 _FILE = re.compile(r"^(.*?):(\d+) (.*)$")
 
 
 @lru_cache(maxsize=4096)  # stacks of thousands of threads have few frames that differ
 def library(frame: str) -> str:
-    """Whose frame it is: "torch", "threading", "numpy"; "" for the user's own."""
+    """Return the library of a frame: "torch", "threading", "numpy"; "" for the user's own."""
     if found := _PACKAGE.search(frame):
         return found[1].removesuffix(".py")
     if found := _STANDARD.search(frame):
@@ -43,17 +43,17 @@ def library(frame: str) -> str:
         return "" if file.startswith(_TYPED) else "code made at run time"
     if found is None or file.endswith((".so", ".c", ".cpp", ".cc")) or ".so." in file:
         return "native code"
-    # torchrun, nsa, accelerate: what starts a program is not the program
+    # torchrun, nsa, accelerate: a launcher is not the program
     return "a command" if re.search(r"/bin/[^/.]+$", file) else ""
 
 
 def is_users(frame: str) -> bool:
-    """Neither the standard library's, an installed package's, torch's nor this project's lab's."""
+    """Return True unless of the standard library, a package, torch or this project's lab."""
     return not library(frame)
 
 
 def is_code(frame: str) -> bool:
-    """Neither torch's, the standard library's nor this project's lab's; packages' count."""
+    """Return True unless of torch, the standard library or this project's lab; packages count."""
     package = _PACKAGE.search(frame)
     if package is None:
         return is_users(frame)
@@ -61,7 +61,7 @@ def is_code(frame: str) -> bool:
 
 
 def user_frames(frames: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the user's own, what the innermost of them had called): both innermost first."""
+    """Return (the user's frames, frames called by the innermost of them), both innermost first."""
     mine = [
         number
         for number, frame in enumerate(frames)
@@ -76,19 +76,19 @@ def user_frames(frames: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def user_line(frames: Sequence[str]) -> str:
-    """The user's innermost frame, "train.py:31 evaluate"; "" where none is the user's."""
+    """Return the user's innermost frame, "train.py:31 evaluate"; "" if there is none."""
     own, _ = user_frames(frames)
     return short(own[0]) if own else ""
 
 
 def nearest(frames: Sequence[str]) -> str:
-    """The user's line; else that of an installed package; else the innermost."""
+    """Return the user's line; else that of an installed package; else the innermost."""
     installed = [frame for frame in frames if _PACKAGE.search(frame) and library(frame) != "torch"]
     return user_line(frames) or next(map(short, [*installed, *frames]), "")
 
 
 def short(frame: str) -> str:
-    """With its file's name alone; with its folder too where the name tells little."""
+    """Return the frame with its file's name only; with its folder too if the name is generic."""
     found = _FILE.match(frame)
     if found is None or found[1].startswith("<"):
         return frame
@@ -99,12 +99,12 @@ def short(frame: str) -> str:
 
 
 def is_in(frames: Sequence[str], file: str, function: str) -> bool:
-    """One of the frames is that function, or a method of that name, of that file."""
+    """Return True if a frame is that function, or a method of that name, of that file."""
     return any(file in f and re.split(r"[ .]", f)[-1] == function for f in frames)
 
 
 def folded(frames: Sequence[str]) -> str:
-    """ "3 frames of torch, 2 of threading": whose these are, in their order; "" for none."""
+    """Return "3 frames of torch, 2 of threading", libraries in order; "" for none."""
     counts = Counter(filter(None, map(library, frames)))
     told = [f"{count} of {name}" for name, count in counts.items()]
     if not told:

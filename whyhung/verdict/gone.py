@@ -1,4 +1,4 @@
-"""The page of a job that is gone: guilty ranks first, then what is open in each group."""
+"""Page of a job that is gone: guilty ranks first, then the open calls of each group."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from whyhung.verdict.guilt import Blame, Found, Wait
 from whyhung.watch.dumps import Dumps
 
 WIDTH = 120
-ROWS = 12  # of the table
-LINES = 20  # of who waits for whom
+ROWS = 12  # rows of the table
+LINES = 20  # lines on who waits for whom
 
 
 def headline(found: Found, dumps: Dumps) -> str:
-    """The first line: the guilty ranks, or that nothing stands."""
+    """Return the first line: the guilty ranks, or that nothing stands."""
     ranks = [blame.rank for blame in found.guilty]
     read = f"{len(dumps.flights)} dump{'s' * (len(dumps.flights) > 1)} that could be read"
     if ranks:
@@ -32,7 +32,7 @@ def headline(found: Found, dumps: Dumps) -> str:
 
 
 def page(found: Found, dumps: Dumps) -> str:
-    """Plain words; a few dozen lines for any number of ranks."""
+    """Return the page in plain words; a few dozen lines for any number of ranks."""
     lines = [headline(found, dumps)]
     for why in dict.fromkeys((*(blame.why for blame in found.guilty), *found.suspects)):
         lines += wrap(why, WIDTH, subsequent_indent="  ")
@@ -52,7 +52,7 @@ def page(found: Found, dumps: Dumps) -> str:
 
 
 def groups(found: Found) -> list[dict[str, str]]:
-    """A row for each group: its oldest call that is not over for all; the blamed ones first."""
+    """Return a row per group, its oldest call that is not over for all; the blamed ones first."""
     guilty = {blame.rank for blame in found.guilty}
     oldest: dict[tuple[Any, ...], Pending] = {}
     for call in found.calls:
@@ -66,7 +66,7 @@ def groups(found: Found) -> list[dict[str, str]]:
 
 
 def to_dict(found: Found) -> dict[str, Any]:
-    """Everything that was found, as JSON holds it."""
+    """Return everything that was found, as JSON holds it."""
     return {
         "guilty": [_blame(blame) for blame in found.guilty],
         "suspects": list(found.suspects),
@@ -92,7 +92,7 @@ def _call(call: Pending | Pair) -> dict[str, Any]:
 
 
 def _once(found: Found) -> list[Wait]:
-    """The first of the waits of one rank for another."""
+    """Return the first of the waits of one rank for another."""
     first: dict[tuple[int, int], Wait] = {}
     for wait in found.waits:
         first.setdefault((wait.rank, wait.peer), wait)
@@ -100,7 +100,7 @@ def _once(found: Found) -> list[Wait]:
 
 
 def _spread(found: Found) -> list[str]:
-    """Waits from the guilty outwards: ranks that wait for them, then ranks that wait for these."""
+    """Return waits from the guilty outwards: ranks that wait for them, then ranks for these."""
     peers: dict[int, set[int]] = {}
     for wait in found.waits:
         peers.setdefault(wait.rank, set()).add(wait.peer)

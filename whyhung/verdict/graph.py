@@ -1,9 +1,9 @@
-"""The wait-for graph of a snapshot: who waits for whom, and who can never go on.
+"""Wait-for graph of a snapshot: who waits for whom, and who can never go on.
 
 A thread goes on by itself if it runs, if a timer ends its wait, or if something outside the
-observed processes may; else if any of those that could wake it goes on. A rank in a collective goes
-on only if every rank that the collective lacks does. What is left can never go on, as long as the
-waits are what they were read to be: that is the certificate of a hang.
+observed processes may; else if any thread that could wake it goes on. A rank in a collective goes
+on only if every rank that the collective lacks does. All others can never go on, provided that the
+waits were read correctly: that is the certificate of a hang.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from whyhung.verdict.frames import is_in, short, user_frames, user_line
 from whyhung.watch.evidence import Process, Snapshot, Thread, Wait
 
 Node = tuple[int, int]  # pid, tid
-SHORT_S = 0.02  # a wait for the GIL asks again every 5 ms
-# Where a library reads what other processes alone write to, asking again until it has come: neither
-# a thread of its own process nor its timer ends that.
+SHORT_S = 0.02  # a wait for the GIL is renewed every 5 ms
+# Library functions that poll for data written by other processes only: neither a thread of their
+# own process nor a timer ends such a wait.
 _FROM_OTHERS = (
     ("torch/utils/data/dataloader.py", "_try_get_data"),
     ("torch/utils/data/_utils/pin_memory.py", "do_one_step"),
@@ -30,13 +30,13 @@ _TIMER = re.compile(r", for (?:at most )?another [\d.]+ s")
 _PINS = "torch/utils/data/_utils/pin_memory.py"
 # Threads of libraries that wake up now and then, and never do anything for the program.
 _HOUSEKEEPERS = ("tqdm/_monitor.py", "ipykernel/heartbeat.py", "wandb/sdk/internal/system")
-# Threads of C that serve whoever asks them, or only watch: torch's, CUDA's.
+# C threads of torch and CUDA that only serve requests, or watch.
 _SERVICES = "pt_tcpstore", "pt_nccl_watchdg", "pt_nccl_heartbt", "cuda-EvtHandlr"
 
 
 @dataclass(frozen=True)
 class Collective:
-    """The collective that a rank is in and that has not ended."""
+    """Collective that a rank is in and that has not ended."""
 
     op: str
     group: str = ""
@@ -44,15 +44,15 @@ class Collective:
     missing: tuple[int, ...] = ()  # ranks that are not in it
     mismatch: str = ""  # how the ranks' calls differ, so that it can never end
     source: str = "stacks"
-    partners: tuple[int, ...] = ()  # of whom any could end it: of a send or a receive
-    paired: bool = False  # a record tells of a send or a receive with whom it is
-    device: bool = False  # the missing have called it: their devices have not come to it
-    others: tuple[int, ...] = ()  # that have called another one of its number
+    partners: tuple[int, ...] = ()  # any of them could end it: a send or a receive
+    paired: bool = False  # the peer of a send or a receive is recorded
+    device: bool = False  # the missing have called it, but their devices have not begun it
+    others: tuple[int, ...] = ()  # ranks that called another one of its number
 
 
 @dataclass
 class Graph:
-    """A snapshot with its waits made as exact as everything that is known of them allows."""
+    """Snapshot whose waits are made as exact as all that is known of them allows."""
 
     snapshot: Snapshot
     threads: dict[Node, Thread] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Graph:
 
     @cached_property
     def can(self) -> set[Node]:
-        """Those that can go on, by themselves or by others; of a graph that is finished."""
+        """Nodes that can go on, by themselves or by others; valid once the graph is complete."""
         found = set(self.free)
         while True:
             more = {
@@ -81,19 +81,19 @@ class Graph:
             found |= more
 
     def reach(self, start: Node) -> list[Node]:
-        """`start` and all that it waits for, nearest first."""
+        """Return `start` and all that it waits for, nearest first."""
         found = [start]
-        for node in found:  # which grows
+        for node in found:  # grows meanwhile
             found += [other for other in self.others(node) if other not in found]
         return found
 
     def others(self, node: Node) -> list[Node]:
-        """Nodes that it waits for, or is in an unlike call with; each once."""
+        """Return nodes that it waits for, or shares a mismatched call with; each once."""
         every = (self.everyone, self.anyone, self.beside)
         return list(dict.fromkeys(other for one in every for other in one.get(node, ())))
 
     def label(self, node: Node) -> str:
-        """rank 0, worker 4121 of rank 0, ...; with the thread where it is not the main one."""
+        """Return "rank 0", ..., for a node; with the thread unless it is the main one."""
         process, thread = self.process(node), self.threads.get(node)
         named = name_of(process) if process else f"process {node[0]}"
         if thread is None or thread.main or not thread.tid:
@@ -101,7 +101,7 @@ class Graph:
         return f"{named}, thread {thread.name or thread.tid}"
 
     def lacking(self) -> set[Node]:
-        """Main threads in a collective that others have not called, or called another one."""
+        """Return main threads in a collective that others have not called or do not match."""
         calls = [(rank, c) for rank, c in self.collectives.items() if c.missing or c.mismatch]
         ranks = [process for rank, _ in calls if (process := self.snapshot.of(rank))]
         return {(p.pid, main.tid) for p in ranks if (main := p.main())}
@@ -110,7 +110,7 @@ class Graph:
         return self.snapshot.process(node[0])
 
     def edge(self, node: Node) -> dict[str, Any]:
-        """Of the picture: who waits, where, for what, and for whom."""
+        """Return an edge of the picture: who waits, where, for what, and for whom."""
         thread = self.threads[node]
         wait = thread.wait or Wait("other", self.free.get(node, "nothing tells what it waits for"))
         others = self.others(node)
@@ -131,12 +131,12 @@ class Graph:
 
 
 def untimed(text: str) -> str:
-    """A wait's text without how long its timer runs."""
+    """Return a wait's text without the time left of its timer."""
     return _TIMER.sub("", text)
 
 
 def name_of(process: Process) -> str:
-    """In a few words."""
+    """Return a short name of the process."""
     if process.rank is not None:
         return f"rank {process.rank}"
     if process.of < 0:
@@ -155,12 +155,12 @@ def build(
     wakes: Iterable[Node] = (),
     waits: Mapping[Node, Wait] | None = None,
 ) -> Graph:
-    """collectives: rank: what it is in. locks: pid: what the process itself said of its locks.
+    """Build the graph. collectives: {rank: its collective}. locks: {pid: its own report of locks}.
 
-    waits: of threads, surer than what the kernel tells: for a device, or by polling.
+    waits: of threads, more reliable than the kernel's: for a device, or by polling.
 
     works: threads that used a processor or moved bytes since an earlier snapshot. moving: ranks
-    whose progress moves. periodic: threads whose timers only ask again. wakes: threads that went on
+    whose progress moves. periodic: threads whose timers only poll. wakes: threads that went on
     between two looks, whatever they wait for at each.
     """
     graph = Graph(snapshot, collectives=collectives or {})
@@ -200,7 +200,7 @@ def build(
 def _exact(
     process: Process, thread: Thread, owner: Thread | None, told: Mapping[str, Any] | None
 ) -> Thread:
-    """Its wait, with the owner of the GIL or of the lock where that is known."""
+    """Return a thread with its wait, and the owner of the GIL or of the lock if known."""
     wait = thread.wait
     if wait is None:
         return thread
@@ -242,7 +242,7 @@ def _keeps_house(thread: Thread) -> bool:
 
 
 def _free(process: Process, thread: Thread, works: bool, periodic: bool) -> str:
-    """Why it goes on by itself; "" where it does not."""
+    """Return why it goes on by itself; "" if it does not."""
     wait = thread.wait
     if process.state in ("Z", "X"):
         return ""
@@ -291,7 +291,7 @@ def _in_collective(
     wait = Wait("collective", text, source=collective.source)
     graph.threads[node] = replace(graph.threads[node], wait=wait)
     if collective.partners and others:
-        # Threads of C only carry what others give them.
+        # C threads only carry data for others.
         graph.anyone[node] = [
             other
             for process in others

@@ -1,9 +1,9 @@
-"""Names the ranks that hold the others up, from the Flight Recorders of a job that is gone.
+"""Find the ranks that hold the others up, from the Flight Recorders of a job that is gone.
 
-A rank waits for who has not called what it called, for who left no record, and for who is still in
-an earlier call than the oldest open one of its own. Along these waits stand, at the end, those who
-wait for nobody: they are guilty. So is who never reported the end of a call that its peers saw
-end, since it had given its part; and who called something else than its peers.
+A rank waits for ranks that have not made its call, that left no record, or that are still in an
+earlier call than its own oldest open one. Ranks at the end of these waits, which wait for nobody,
+are guilty. So is a rank that never reported the end of a call that its peers saw end, since it had
+given its part; and one that called something else than its peers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from whyhung.verdict.flights import (
 )
 
 MISSING, BEHIND, UNREAD, IDLE = "missing", "behind", "unread", "idle device"
-# Of these some ranks may see the end while another's part is still to come.
+# Some ranks may see the end of these while another's part is still to come.
 _ONE_SIDED = ("broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "gather", "scatter")
 
 Open = Pending | Pair
@@ -36,7 +36,7 @@ Sign = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that cannot go on before another does."""
+    """Wait of a rank that cannot go on before another does."""
 
     rank: int
     peer: int
@@ -46,28 +46,28 @@ class Wait:
 
 @dataclass(frozen=True)
 class Blame:
-    """A rank that holds others up, and how that is known."""
+    """Rank that holds others up, and the reason."""
 
     rank: int
     kind: str  # "behind", "absent", "device", "another call", "order"
     why: str  # a sentence
     call: Open
-    waiting: tuple[int, ...] = ()  # who waits for it in that call
+    waiting: tuple[int, ...] = ()  # ranks that wait for it in that call
 
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that the records of all ranks say together."""
+    """Result of the records of all ranks together."""
 
     guilty: tuple[Blame, ...]
-    suspects: tuple[str, ...]  # sentences on what stands and of which nobody can be named
+    suspects: tuple[str, ...]  # sentences on open calls that nobody can be blamed for
     waits: tuple[Wait, ...]
-    calls: tuple[Pending, ...]  # that are open, by group, oldest first
+    calls: tuple[Pending, ...]  # open calls, by group, oldest first
     pairs: tuple[Pair, ...]
 
 
 class _Job:
-    """Open calls, and who waits for whom in them."""
+    """Open calls, and the waits of ranks for one another in them."""
 
     def __init__(self, flights: Flights, world: Iterable[int]) -> None:
         self.flights, self._signs = flights, {}
@@ -83,7 +83,7 @@ class _Job:
         self.blamed = self._unlike() | self._unreported()
         self.waits = list(self._first())
         self.next: dict[int, set[int]] = {rank: set() for rank in self.open}
-        self.of: dict[int, list[Wait]] = {}  # who waits for a rank
+        self.of: dict[int, list[Wait]] = {}  # waits for a rank
         for wait in self.waits:
             self.of.setdefault(wait.peer, []).append(wait)
             self.next.setdefault(wait.rank, set()).add(wait.peer)
@@ -95,7 +95,7 @@ class _Job:
         self.open.setdefault(rank, []).append((order or 0, call))
 
     def _unlike(self) -> dict[int, Blame]:
-        """Blames ranks whose call does not fit that of most; all callers where none has most."""
+        """Return blames of ranks whose call differs from most; of all callers if none has most."""
         found: dict[int, Blame] = {}
         for call in self.calls:
             if call.differs:
@@ -106,14 +106,14 @@ class _Job:
         return found
 
     def _unreported(self) -> dict[int, Blame]:
-        """Blames ranks that never saw a call end which ended for others with their part in it."""
+        """Return blames of ranks that never saw the end of a call that ended with their part."""
         found: dict[int, Blame] = {}
         for call in self.calls:
             if not call.completed or call.op in _ONE_SIDED:
                 continue
             still = [rank for rank in call.entries if rank not in call.completed]
             before = [rank for rank in still if call not in self.front[rank]]
-            for rank in before or still:  # who is at it waits for those who are not
+            for rank in before or still:  # ranks at it wait for those that are not
                 why = (
                     f"rank {rank} gave its part to {call_said(call)}, and {_ended(call)}: its own "
                     f"device never reported that{_at(call)}"
@@ -122,7 +122,7 @@ class _Job:
         return found
 
     def _first(self) -> Iterable[Wait]:
-        """Waits of one rank for another in the oldest call alone, one for each reason."""
+        """Yield waits of one rank for another in the oldest call only, one for each reason."""
         seen: set[tuple[int, int, str]] = set()
         for rank, peer, how, call in self._waits():
             if (rank, peer, how) not in seen and rank not in self.blamed:
@@ -142,7 +142,7 @@ class _Job:
                 yield from self._behind(rank, call)
 
     def _behind(self, rank: int, call: Open) -> Iterable[tuple[int, int, str, Open]]:
-        """Waits in the oldest open call of a rank for others that called it and are not at it."""
+        """Yield waits in a rank's oldest open call for others that called it and are not at it."""
         if isinstance(call, Pair):
             if call.peer in self.front and call.matched:
                 ahead = [p for p in self.front[call.peer] if isinstance(p, Pair)]
@@ -159,7 +159,7 @@ class _Job:
                 yield rank, peer, IDLE, call
 
     def ends(self) -> list[set[int]]:
-        """Sets of ranks that wait for nobody outside: single ones, and rounds of several."""
+        """Return sets of ranks that wait for nobody outside: single ones, and cycles of several."""
         left = set(self.next)
         back: dict[int, set[int]] = {}
         for rank, peers in self.next.items():
@@ -177,22 +177,22 @@ class _Job:
         return found
 
     def signs(self, rank: int) -> set[Sign]:
-        """Open calls of a rank, told so that ranks with the same part in a job have the same."""
+        """Return a rank's open calls, in a form equal for ranks with the same part in a job."""
         if rank not in self._signs:
             self._signs[rank] = {_sign(call) for _, call in self.open.get(rank, ())}
         return self._signs[rank]
 
     def went_on(self, rank: int, other: int) -> bool:
-        """Tells that a rank is stuck where another is, lacks no less, and called more."""
+        """Return True if a rank is stuck where another is, lacks no less, and called more."""
         fronts = [{_sign(call) for call in self.front.get(r, ())} for r in (rank, other)]
         return fronts[0] >= fronts[1] and self.signs(other) <= self.signs(rank)
 
     def lagging(self) -> dict[int, Blame]:
-        """Blames ranks that called less than every peer in a call, and saw as many ends as these.
+        """Return blames of ranks that called less than every peer in a call, and saw as many ends.
 
-        They had no more reason than their peers to wait, so something else holds them too. Not the
-        first and the last rank, which often wait for their device to print a number, nor several
-        at one place, nor who is behind by the call or two that fit into a queue.
+        They had no more reason than their peers to wait, so something else holds them too.
+        Excluded: the first and last rank, which often wait for their device to print a number;
+        several at one place; and ranks behind only by the call or two that fit into a queue.
         """
         found: dict[int, Blame] = {}
         for call in self.calls:
@@ -222,9 +222,9 @@ def blame(
     unread: Collection[int] = (),
     moving: bool = False,
 ) -> Found:
-    """Names the ranks of a job that are guilty of the calls open in its records, with reasons.
+    """Return the ranks of a job that are guilty of the calls open in its records, with reasons.
 
-    world: all ranks, where known. unread: ranks whose dumps are there and could not be read: these
+    world: all ranks, where known. unread: ranks whose dumps exist and could not be read: these
     are not blamed for their absence. moving: the job still ran when its records were taken; then
     nobody is blamed, since in every job that runs some rank is behind.
     """
@@ -249,7 +249,7 @@ def blame(
 
 
 def _of_end(job: _Job, end: set[int], alone: set[int], unread: set[int]) -> list[Blame | str]:
-    """Reasons to blame ranks that wait for nobody else, or why none of them can be."""
+    """Return blames of ranks that wait for nobody else, or sentences on why none can be blamed."""
     if len(end) > 1:
         return _of_round(job, end)
     (rank,) = end
@@ -271,7 +271,7 @@ def _of_end(job: _Job, end: set[int], alone: set[int], unread: set[int]) -> list
 
 
 def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
-    """The reason that tells most: of those the call in which most wait for the rank."""
+    """Return the blame with the strongest reason, in the call in which most wait for the rank."""
     order = (IDLE, MISSING, UNREAD, BEHIND)
     kind = min((wait.how for wait in mine), key=order.index)
     mine = [wait for wait in mine if wait.how == kind]
@@ -300,7 +300,7 @@ def _blame(job: _Job, rank: int, mine: list[Wait]) -> Blame:
 
 
 def _waiting(job: _Job, wait: Wait) -> tuple[int, ...]:
-    """The ranks that wait for the same one in the same call."""
+    """Return the ranks that wait for the same one in the same call."""
     if isinstance(wait.call, Pair) or wait.how in (IDLE, BEHIND):
         return tuple(sorted({w.rank for w in job.of[wait.peer] if w.call is wait.call}))
     still = wait.call.entries.keys() - {*wait.call.completed, *job.blamed}
@@ -308,17 +308,17 @@ def _waiting(job: _Job, wait: Wait) -> tuple[int, ...]:
 
 
 def _last(rows: Sequence[Row]) -> str:
-    """The last call of a rank, in words; "" where it is not recorded."""
+    """Return the last call of a rank, in words; "" if it is not recorded."""
     row = next((row for row in reversed(rows) if row.get("id") is not None), None)
     return f"; the last that it called was {called_of(row)}" if row else ""
 
 
 def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
-    """Ranks that wait for each other in a round.
+    """Return blames of ranks that wait for each other in a cycle.
 
-    Who called less than a peer, and lacks the end of nothing that the peer had seen end, had no
-    reason to wait. Else calls come in another order on some rank: on who waits face to face with
-    most, and of those with as many, on for whom most wait in that call.
+    A rank that called less than a peer, and saw the end of all that the peer saw end, had no reason
+    to wait. Else calls come in another order on some rank: the one in mutual waits with most ranks,
+    and of several such ranks the one that most wait for in that call.
     """
     inside = [wait for wait in job.waits if {wait.rank, wait.peer} <= end]
     less: dict[int, list[Wait]] = {}
@@ -349,7 +349,7 @@ def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
 
 
 def _front(mine: list[tuple[int, Open]]) -> list[Open]:
-    """The oldest open call of a rank; all sends and receives that were made as one with it."""
+    """Return a rank's oldest open call, with all sends and receives made as one with it."""
     _, first = min(mine, key=_order)
     if not isinstance(first, Pair):
         return [first]
@@ -383,7 +383,7 @@ def _reached(start: set[int], edges: Mapping[int, Collection[int]]) -> set[int]:
 
 
 def _made(wait: Wait) -> int:
-    """The time at which the waiting rank made the call."""
+    """Return the time at which the waiting rank made the call, in ns."""
     row = wait.call.row if isinstance(wait.call, Pair) else wait.call.entries.get(wait.rank, {})
     return row.get("created_ns") or 0
 

@@ -1,4 +1,4 @@
-"""A verdict in one sentence of plain words, with the user's line."""
+"""Verdict in one sentence of plain words, with the user's line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from whyhung.verdict.rules import Verdict
 from whyhung.verdict.standing import cut_short
 from whyhung.watch.evidence import Evidence
 
-# Of a job that was only looked at: what it does, rather than whether it is late.
+# Wording for a job that was only looked at: its activity, rather than its lateness.
 IDLES = {"INCONCLUSIVE:running": "it moves", "INCONCLUSIVE:idle": "it is idle"}
 ATTACHED = {"HANG": "HANG, it can never go on", "STALLED": "it waits", "SLOW": "it works"}
 
 
 def headline(evidence: Evidence, verdict: Verdict) -> str:
-    """The verdict in plain words, with the user's line where there is one."""
+    """Return the verdict in plain words, with the user's line if there is one."""
     kind, numbers = verdict.kind, verdict.numbers
     said = _waits(verdict.edges) or next(iter(verdict.because), "") or verdict.rule
     if "attached" in evidence.spec and kind in ATTACHED:
@@ -44,7 +44,7 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
 
 
 def _waits(edges: Sequence[dict[str, Any]]) -> str:
-    """Who waits first, where, and for whom, who is at what: a sentence; "" for no edges."""
+    """Return a sentence: who waits first, where, for whom, and what that does; "" for no edges."""
     nodes, _ = picture(edges)
     if not nodes:
         return ""

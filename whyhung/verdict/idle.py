@@ -1,4 +1,4 @@
-"""A program that waits to be asked, as a server or a prompt does, is idle: nothing is wrong."""
+"""Detect idle programs, which wait for a request as a server or a prompt does: nothing is wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from whyhung.verdict.frames import is_users
 from whyhung.watch.evidence import P, Process, Thread
 
-# Where a library waits for the next request, innermost first among a stack's frames of libraries.
+# Library code that waits for the next request, innermost first among a stack's library frames.
 _SERVES = (
     "ipykernel/", "tornado/", "uvicorn/", "hypercorn/", "gunicorn/", "aiohttp/web", "waitress/",
     "werkzeug/serving.py", "socketserver.py", "wsgiref/", "grpc/_server.py", "jupyter",
@@ -17,13 +17,13 @@ _LOOPS = "asyncio/base_events.py", "uvloop", "trio/_core", "selectors.py", "zmq/
 
 
 def idle(process: Process | None, p: P) -> str:
-    """For what the main thread of a rank waits to be asked, in words; "" where it does not.
+    """Return what a rank's main thread waits for when idle, in words; "" if it is not.
 
-    Asked only of a wait that something outside may end, directly or through other threads.
+    Called only for a wait that something outside may end, directly or through other threads.
 
-    A prompt at a terminal; or an event loop or server in which no frame of the user's own is under
-    way. A loop that the user's code runs is one only where it serves, or before any step began:
-    within a training it waits for an answer.
+    Idle are a prompt at a terminal, a server's loop without a user frame under way in it, and,
+    before any step began, an event loop without any user frame: within a training a loop of the
+    user's waits for an answer.
     """
     thread = process.main() if process is not None else None
     wait = thread.wait if thread is not None else None

@@ -1,4 +1,4 @@
-"""Known causes of waits: a lock that fork copied, a dead worker of a pool, a full queue."""
+"""Known causes of waits: a lock copied by fork, a dead worker of a pool, a full queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POOL, _QUEUES = "multiprocessing/pool.py", "multiprocessing/queues.py"
 
 
 def named_causes(graph: Graph, chain: Sequence[Node]) -> list[str]:
-    """Sentences on what keeps the nodes of a chain, where it is one of these; each once."""
+    """Return sentences on known causes that hold up the nodes of a chain; each once."""
     found = []
     for node in chain:
         process, thread = graph.process(node), graph.threads[node]
@@ -26,7 +26,7 @@ def named_causes(graph: Graph, chain: Sequence[Node]) -> list[str]:
 
 
 def _after_fork(graph: Graph, node: Node, process: Process, thread: Thread) -> str:
-    """Sentence on a forked process whose only thread waits for a lock of its own, or ""."""
+    """Return a sentence on a forked process whose only thread waits for its own lock, or ""."""
     if not waits_after_fork(process, thread):
         return ""
     return (
@@ -37,7 +37,7 @@ def _after_fork(graph: Graph, node: Node, process: Process, thread: Thread) -> s
 
 
 def waits_after_fork(process: Process, thread: Thread) -> bool:
-    """Its thread waits for a lock of its own process, in which no other thread runs Python."""
+    """Return True if it waits for a lock of its own process, where no other thread runs Python."""
     wait = thread.wait
     alone = not any(t.frames for t in process.threads if t.tid != thread.tid and not t.ours)
     own = wait is not None and {pid for pid, _ in wait.wakers} == {process.pid}
@@ -60,7 +60,7 @@ def _full_queue(graph: Graph, node: Node, thread: Thread) -> str:
 
 
 def _replaced(graph: Graph, chain: Sequence[Node]) -> list[str]:
-    """Workers of a pool that began later than its others."""
+    """Return sentences on workers of a pool that began later than its others."""
     pids = dict.fromkeys(node[0] for node in chain)
     workers = [p for pid in pids if (p := graph.snapshot.process(pid)) and _of_pool(p)]
     first = {w.parent: min(o.started for o in workers if o.parent == w.parent) for w in workers}

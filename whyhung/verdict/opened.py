@@ -1,6 +1,6 @@
-"""Waits that may still end: by whoever works, a timer, a device, or somebody only waited for.
+"""Waits that may still end: by a thread that works, a timer, a device, or a quiet peer.
 
-Only who is waited for counts: a heartbeat or a progress bar off that chain makes nobody busy.
+Only threads that are waited for count: a heartbeat or a progress bar off that chain does not.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from whyhung.verdict.known import named_causes
 from whyhung.verdict.rests import Rest, Stall, bound_s
 from whyhung.watch.evidence import GPU_BUSY, Snapshot
 
-PATIENCE_S = 120.0  # a timer that ends later is waited for no more than a socket
-SPUN_LONG_S = 8.0  # after which one that asks something else is told as a stall
-POLLS_S = 45.0  # after which a poll counts as a stall: what is asked for may come late
-# after which a wait for a device counts as a stall, where nothing tells whether that device works
+PATIENCE_S = 120.0  # a wait for a later timer is treated as one for a socket
+SPUN_LONG_S = 8.0  # CPU time after which a repeating loop is reported as a stall
+POLLS_S = 45.0  # after which a poll counts as a stall: its target may come late
+# after which a wait for a device counts as a stall, if it is unknown whether that device works
 UNTOLD_S = 120.0
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Looks at one rank's rest, the last one's graph, and who did what in them."""
+    """Looks at one rank's rest, the last one's graph, and the activity of threads in them."""
 
     looks: Sequence[Snapshot]
     graph: Graph
     main: Node
     rest: Rest
     works: set[Node]
-    much: set[Node]  # works, by enough for one of whom nothing tells that anybody waits for it
-    hard: set[Node]  # much, by the time of a processor alone
+    much: set[Node]  # works, enough for a thread that nothing is known to wait for
+    hard: set[Node]  # much, by CPU time alone
     periodic: set[Node]
-    device_waits: Collection[Node]  # wait for a device, though that burns a processor
+    device_waits: Collection[Node]  # wait for a device, even if that burns a processor
 
     def busy(self, chain: Sequence[Node]) -> list[Node]:
-        """Nodes of the chain that work: known to be waited for, or hard at work.
+        """Return nodes of the chain that work: known to be waited for, or hard at work.
 
-        Who burns a processor in a collective that others have not called does not.
+        A thread that burns a processor in a collective that others have not called does not work.
         """
         lacks = self.graph.lacking()
         return [
@@ -55,12 +55,12 @@ class Seen:
 
     @property
     def _named(self) -> set[Node]:
-        """Threads that somebody waits for by their number, or of which only one could be meant."""
+        """Threads that another waits for by their ID, or because only one could be meant."""
         waits = (thread.wait for thread in self.graph.threads.values() if thread.wait)
         return {waker for wait in waits for waker in wait.wakers if waker[1]}
 
     def device(self, node: Node) -> tuple[bool | None, str]:
-        """(a rank's GPU works; None where nothing tells, what was seen of it)."""
+        """Return (True if a rank's GPU works, None if unknown; a description of its activity)."""
         process = self.graph.process(node)
         rank = process.of if process else -1
         told = [look.devices[rank] for look in self.looks[-LOOKS:] if rank in look.devices]
@@ -75,7 +75,7 @@ class Seen:
 
 
 def open_wait(seen: Seen) -> Stall | None:
-    """Somebody may still end it: who works, whose timer ends, or who is only waited for."""
+    """Return the stall of a wait that work, a timer or a quiet peer may end; None if too early."""
     graph, main, rest, looks = seen.graph, seen.main, seen.rest, seen.looks
     chain = [node for node in graph.reach(main) if node in graph.threads]
     root = root_of(graph, main)
@@ -110,7 +110,7 @@ def open_wait(seen: Seen) -> Stall | None:
     what = "polling" if root in seen.periodic else wait.kind if wait else "other"
     if rest.seconds < bound_s(rest, POLLS_S if what == "polling" and not rest.over else 0.0):
         return None
-    if what == "timer" and (wait.left_s or 0.0) <= PATIENCE_S:  # that of a loop's next round
+    if what == "timer" and (wait.left_s or 0.0) <= PATIENCE_S:  # the timer of a loop's next round
         what = graph.threads[main].wait.kind if graph.threads[main].wait else "polling"
     because = [sentence(graph, node) for node in dict.fromkeys((main, root))]
     because += named_causes(graph, chain)
@@ -120,9 +120,9 @@ def open_wait(seen: Seen) -> Stall | None:
 
 
 def _looked_for(seen: Seen, root: Node) -> list[Node]:
-    """Nodes that could bring what the rank's main thread, or the chain's end, asks for again.
+    """Return nodes that could bring what the rank's main thread, or the chain's end, polls for.
 
-    Where a library asks, as for a lock's file, a thread of the same process only by hard work.
+    If a library polls, as for a lock's file, threads of the same process count only by hard work.
     """
     graph, found = seen.graph, []
     for asks in dict.fromkeys((seen.main, root)):
@@ -141,7 +141,7 @@ def _looked_for(seen: Seen, root: Node) -> list[Node]:
 
 
 def _by_device(seen: Seen, chain: Sequence[Node], root: Node, told: dict[str, Any]) -> Stall | None:
-    """The stall of a chain that ends at a device, or in a collective that all have called."""
+    """Return the stall of a chain that ends at a device or in a collective that all have called."""
     graph, main, rest = seen.graph, seen.main, seen.rest
     waits = {node: wait for node in chain if (wait := graph.threads[node].wait)}
     ends = [n for n, w in waits.items() if w.kind == "device" or (n in seen.device_waits and (
@@ -180,13 +180,13 @@ def _not_called(graph: Graph, main: Node, node: Node) -> list[str]:
 
 
 def _lasts(graph: Graph, earlier: Snapshot, node: Node) -> bool:
-    """True if it was there at an earlier look: the sleep of a loop's next round was not."""
+    """Return True if it was there at an earlier look: the sleep of a loop's next round was not."""
     process, was = graph.process(node), earlier.process(node[0])
     return process is not None and was is not None and was.started == process.started
 
 
 def _does_something(graph: Graph, main: Node, node: Node) -> bool:
-    """True for the user's code or another program, and not for an idle thread of a library."""
+    """Return True for the user's code or another program, and not for an idle library thread."""
     thread = graph.threads[node]
     return bool(user_line(thread.frames)) or (node[0] != main[0] and thread.main)
 
@@ -194,7 +194,7 @@ def _does_something(graph: Graph, main: Node, node: Node) -> bool:
 def _stall(
     graph: Graph, node: Node, state: str, what: str, rest: Rest, because: list[str], **told: Any
 ) -> Stall:
-    """Stall of one node, with its line, or that of whoever started it if it has none."""
+    """Return the stall of one node, with its line, or that of the rank's main thread if none."""
     line = user_line(graph.threads[node].frames)
     if not line and (mine := main_of(graph, rest.rank)):
         line = user_line(graph.threads[mine].frames)

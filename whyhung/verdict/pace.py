@@ -1,4 +1,4 @@
-"""How fast a trial goes, how far it is and when it will be done, from samples of its progress."""
+"""Estimate a trial's speed, progress and remaining time from samples of its progress."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import pairwise
 from whyhung.watch.evidence import Evidence, P, Sample
 
 RECENT_S = 5.0
-# Of a step's time, until more is known: the share that is over when a phase begins.
+# Share of a step's time that is over when a phase begins, until more is known.
 _BEGUN = {"start": 0.0, "data": 0.0, "other": 0.0, "forward": 0.05, "backward": 0.35,
           "optimizer": 0.95, "end": 1.0}  # fmt: skip
 
 
 def fraction(p: P, steps: int) -> float:
-    """About how much of `steps` steps is done at p, 0 to 1; inside a backward by its nodes."""
+    """Return the estimated share of `steps` steps done at p, 0 to 1; in a backward by its nodes."""
     if p.step < 0 or steps < 1:
         return 0.0
     share = _BEGUN.get(p.phase, 0.0)
@@ -25,16 +25,16 @@ def fraction(p: P, steps: int) -> float:
 
 
 def moves(samples: Sequence[Sample]) -> int:
-    """How often P was seen to change."""
+    """Return how often P was seen to change."""
     return sum(a.p != b.p for a, b in pairwise(samples))
 
 
 def backward_eta_s(samples: Sequence[Sample]) -> float | None:
-    """Seconds until the backward that the last sample is in will be done; None outside of one.
+    """Return estimated seconds until the last sample's backward is done; None outside of one.
 
-    Nodes that are left, at the mean of the pace of all that ran and of the latest half of them:
-    all, for one heavy node in each layer makes a pace come and go; the latest, for a pace that
-    changes for good.
+    Remaining nodes times the mean of two paces: of all nodes that ran, since one heavy node in
+    each layer makes the pace fluctuate; and of the latest half of them, since the pace may change
+    for good.
     """
     last = samples[-1] if samples else None
     if last is None or not 0 < last.p.fired < last.p.total:
@@ -49,11 +49,11 @@ def backward_eta_s(samples: Sequence[Sample]) -> float | None:
 
 
 def pace(evidence: Evidence) -> dict[str, float | None]:
-    """Numbers of a trial that moves, of its slowest rank.
+    """Return numbers of a trial that moves, of its slowest rank.
 
-    fraction done; steps_per_s and nodes_per_s of late; eta_s until all its steps are done;
-    backward_eta_s until the backward is; projected_s, for all steps, start-up left out; ratio of
-    that to the prediction. None for what cannot be told.
+    fraction done; steps_per_s; nodes_per_s of late; estimates eta_s until all its steps are done,
+    backward_eta_s until the backward is, projected_s for all steps, start-up left out; ratio of
+    that to the prediction. None if unknown.
     """
     steps = int(evidence.spec.get("steps") or 0)
     names = "fraction steps_per_s nodes_per_s eta_s backward_eta_s projected_s ratio"

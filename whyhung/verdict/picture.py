@@ -1,4 +1,4 @@
-"""Who waits for whom, as a small picture: lines of text, or SVG without scripts.
+"""Draw who waits for whom as a small picture: lines of text, or SVG without scripts.
 
 An edge is a dict of a verdict: from, at, kind, text, to (names), left_s, outside, source.
 """
@@ -20,9 +20,9 @@ COLUMNS = 4
 WIDTH = 100
 DEVICE = "what its device executes"
 OUTSIDE, NOBODY = "somebody who is not observed", "nobody else who was seen"
-_WIDE, _HIGH, _GAP, _LETTERS = 280, 62, 46, 41  # of a box, in SVG's units and in letters
+_WIDE, _HIGH, _GAP, _LETTERS = 280, 62, 46, 41  # size of a box, in SVG's units and in letters
 _RANKS = re.compile(r" for ranks? \d+(?:(?:, | and |-)(?:ranks? )?\d+)*")
-TIMED = re.compile(r"\d (?:ms|s|min|h)\b")  # a text that tells how long itself
+TIMED = re.compile(r"\d (?:ms|s|min|h)\b")  # a text that states a duration itself
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _STYLE = """
 text{font:12px system-ui,sans-serif;fill:#1d2430}.n{font-weight:600}.w{fill:#5a6472}
@@ -35,7 +35,7 @@ rect{fill:#20262f;stroke:#6d7887}.p{fill:#14181e}path{stroke:#aab3c0}.b{stroke:#
 
 @dataclass
 class Node:
-    """Somebody who waits, several who wait alike, or what is waited for."""
+    """One that waits, several that wait alike, or one that is waited for."""
 
     name: str
     at: str = ""  # the user's line
@@ -43,14 +43,14 @@ class Node:
     to: list[str] = field(default_factory=list)  # names of others
     outer: bool = False  # no process or thread: a timer, the outside, nobody
     many: bool = False
-    kind: str = ""  # of its wait
+    kind: str = ""  # kind of its wait
 
     def itself(self) -> str:
         return "one another" if self.many else "itself"
 
 
 def picture(edges: Sequence[dict[str, Any]]) -> tuple[list[Node], int]:
-    """(at most MOST nodes, whoever is waited for after who waits; how many are left out)."""
+    """Return (at most MOST nodes, waiting ones before those waited for; number left out)."""
     members: dict[Any, list[dict[str, Any]]] = {}
     crowd = len({edge["from"] for edge in edges}) > MOST
     for edge in edges:
@@ -64,7 +64,7 @@ def picture(edges: Sequence[dict[str, Any]]) -> tuple[list[Node], int]:
         node = found.setdefault(name, Node(name, edge.get("at") or ""))
         node.kind, node.many = edge.get("kind") or "", node.many or name != edge["from"]
         if node.kind == "collective" and edge.get("to"):
-            said = _RANKS.sub("", said)  # the arrows tell for whom
+            said = _RANKS.sub("", said)  # the arrows show for whom
         node.waits += [] if said in node.waits else [said]
         ends = [names.get(to, to) for to in edge.get("to") or ()]
         if edge.get("left_s") is not None:
@@ -88,7 +88,7 @@ def picture(edges: Sequence[dict[str, Any]]) -> tuple[list[Node], int]:
 
 
 def text(edges: Sequence[dict[str, Any]], width: int = WIDTH) -> list[str]:
-    """As lines: under each who waits what for, and then an arrow to each that could end it."""
+    """Return lines: under each node its waits, then an arrow to each node that could end them."""
     nodes, more = picture(edges)
     found, lines, told = {node.name: node for node in nodes}, [], set()
 
@@ -118,7 +118,7 @@ def text(edges: Sequence[dict[str, Any]], width: int = WIDTH) -> list[str]:
 
 
 def svg(edges: Sequence[dict[str, Any]]) -> str:
-    """As an SVG of its own, for a light and a dark page: a column a step of waiting.
+    """Return a standalone SVG, for a light and a dark page: a column per step of waiting.
 
     An arrow that leads back, which closes a cycle, is red and dashed. "" for no edges.
     """
@@ -131,7 +131,7 @@ def svg(edges: Sequence[dict[str, Any]]) -> str:
         for to in node.to:
             depth.setdefault(to, depth[node.name] + 1)
     counts = Counter(depth.values())
-    tops = [0]  # of each band of COLUMNS columns, in rows
+    tops = [0]  # top of each band of COLUMNS columns, in rows
     for first in range(0, max(counts) + 1, COLUMNS):
         tops.append(tops[-1] + max(counts[first + column] for column in range(COLUMNS)))
     place, rows = {}, Counter()
@@ -161,13 +161,13 @@ def svg(edges: Sequence[dict[str, Any]]) -> str:
 
 
 def image(edges: Sequence[dict[str, Any]]) -> str:
-    """The SVG as an <img> that holds it: notebooks and reports keep that and drop an inline one."""
+    """Return the SVG in an <img>: notebooks and reports keep that and drop an inline one."""
     data = b64encode(svg(edges).encode()).decode()
     return f'<img alt="{escape(described(edges))}" src="data:image/svg+xml;base64,{data}">'
 
 
 def described(edges: Sequence[dict[str, Any]]) -> str:
-    """In one line, for who does not see it."""
+    """Return a description in one line, as alternative text."""
     nodes, more = picture(edges)
     told = []
     for node in nodes:
@@ -178,29 +178,29 @@ def described(edges: Sequence[dict[str, Any]]) -> str:
 
 
 def seconds(s: float) -> str:
-    """9 s, 4 min, 3.5 h."""
+    """Return "9 s", "4 min", "3.5 h"."""
     return f"{s:.0f} s" if s < 120 else f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.1f} h"
 
 
 def clipped(line: str, width: int = WIDTH) -> str:
-    """Of that length, and without what a terminal or XML would take for a command."""
+    """Return a line of at most `width`, without control codes of a terminal or XML."""
     line = "".join(c if c.isprintable() else " " for c in _COLOURS.sub("", line))
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """0-2, 4, 6-63."""
+    """Return numbers as ranges: "0-2, 4, 6-63"."""
     return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs(numbers))
 
 
 def runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Numbers in order, each with those that follow it without a gap."""
+    """Return the numbers in order, each with those that follow it without a gap."""
     ordered = enumerate(sorted(set(numbers)))
     return [[n for _, n in run] for _, run in groupby(ordered, key=lambda pair: pair[1] - pair[0])]
 
 
 def _together(group: list[dict[str, Any]]) -> str:
-    """One name for all who wait alike."""
+    """Return one name for all that wait alike."""
     names = list(dict.fromkeys(edge["from"] for edge in group))
     if len(names) == 1:
         return names[0]
@@ -211,7 +211,7 @@ def _together(group: list[dict[str, Any]]) -> str:
 
 
 def _walked(found: dict[str, Node]) -> list[str]:
-    """Whom nobody waits for first, then whoever they wait for; a cycle from where it is told."""
+    """Return names in order: those nobody waits for, then those they wait for; cycles as found."""
     wanted = {to for node in found.values() for to in node.to if to != node.name}
     ordered: dict[str, None] = {}
     for start in [*(name for name in found if name not in wanted), *found]:

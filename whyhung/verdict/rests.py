@@ -1,4 +1,4 @@
-"""Ranks whose progress rests, since when, and what is said of one that stands still."""
+"""Ranks whose progress rests, since when, and the description of one that stands still."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from whyhung.watch.evidence import OUTSIDE, Evidence, P, Sample, at_last_p
 
-WAIT_S = 17.0  # how long all must be quiet before a wait is told as a stall
+WAIT_S = 17.0  # how long all must be quiet before a wait is reported as a stall
 OWN_GAPS = 2.0  # or so many times the longest rest of the run so far, if that is longer
 GONE_S = 2.0
 
 
 @dataclass(frozen=True)
 class Rest:
-    """One rank since its progress changed last."""
+    """One rank since the last change of its progress."""
 
     rank: int
     p: P
     since: float
     seconds: float
-    longest: float  # it had rested before, its first step left out
+    longest: float  # longest rest before, its first step left out
     gone: bool
     samples: list[Sample]
     wait_s: float | None = None  # how long all must be quiet; None: see bound_s
@@ -30,7 +30,7 @@ class Rest:
 
 @dataclass
 class Stall:
-    """A rank that stands still, and why, as of the last look."""
+    """Rank that stands still, and why, as of the last look."""
 
     state: str  # "busy", "waiting" or "certified"
     what: str
@@ -40,17 +40,17 @@ class Stall:
     left_s: float | None = None
     edges: list[dict[str, Any]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    where: str = ""  # who: "rank 0", "process 12 (sleep 15) of rank 0"
+    where: str = ""  # process: "rank 0", "process 12 (sleep 15) of rank 0"
     pid: int = 0
 
 
 def rests(evidence: Evidence) -> list[Rest]:
-    """One for each rank that was sampled, as of its last sample alive."""
+    """Return one Rest for each rank that was sampled, as of its last sample alive."""
     latest = max((s.t for s in evidence.samples if s.state), default=0.0)
     found = []
     for rank in evidence.ranks():
         samples = evidence.of(rank)
-        samples = [s for s in samples if s.state] or samples  # what is read of the dead has none
+        samples = [s for s in samples if s.state] or samples  # samples of the dead have none
         last, mine = samples[-1], at_last_p(samples)
         before = samples[: -len(mine)]
         times = [[s.t for s in same] for p, same in groupby(before, lambda s: s.p) if _counts(p)]
@@ -63,12 +63,12 @@ def rests(evidence: Evidence) -> list[Rest]:
 
 
 def _counts(p: P) -> bool:
-    """True if a rest there tells how long this run rests: a first step may take far longer."""
+    """Return True if a rest at p is typical of this run: a first step may take far longer."""
     return p.step >= 1 or p.phase == OUTSIDE
 
 
 def bound_s(rest: Rest, least_s: float = 0.0) -> float:
-    """Seconds, at least least_s, that all must be quiet before this wait counts as a stall."""
+    """Return the seconds, at least least_s, of quiet after which this wait counts as a stall."""
     if rest.wait_s is not None:
         return rest.wait_s
     return max(WAIT_S, OWN_GAPS * rest.longest, least_s)

@@ -1,8 +1,8 @@
-"""From evidence to a verdict, rule by rule: the first that applies. And several trials as one.
+"""Judge evidence by the first rule that applies, and several trials as one.
 
-A timeout alone is never HANG. Work that moves is SLOW however late it is; what rests is HANG only
-with a certificate that nobody is left who could end its wait, STALLED where somebody might, SLOW
-while anybody works. A verdict is a kind, the rule that applied, and what that rule read.
+A timeout alone is never HANG. Work that moves is SLOW however late it is; work at rest is HANG only
+with a certificate that nobody is left who could end its wait, STALLED if somebody might, SLOW
+while anybody works. A verdict is a kind, the rule that applied, and the evidence for it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _LISTS = ("because", "edges", "unknown", "settle")
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of KINDS, and why."""
+    """One of KINDS, with the reasons."""
 
     kind: str
-    what: str = ""  # which sort, as "lock" or "nan-grad"
+    what: str = ""  # subkind, as "lock" or "nan-grad"
     rule: str = ""  # the first rule that applied
-    because: tuple[str, ...] = ()  # what it read, in sentences
-    place: str = ""  # where, as far as another run of the same fault shows it too
-    numbers: dict[str, Any] = field(default_factory=dict, compare=False)  # what a table wants
+    because: tuple[str, ...] = ()  # evidence that it read, in sentences
+    place: str = ""  # location, as far as other runs of the same fault share it
+    numbers: dict[str, Any] = field(default_factory=dict, compare=False)  # for tables
     signature: str = ""  # kind, what and place, equal for equal faults
-    # Of what stands still, for the page:
+    # For the page of a stall:
     line: str = field(default="", compare=False)  # the user's own: "train.py:31 evaluate"
     edges: tuple[dict[str, Any], ...] = field(default=(), compare=False)  # see verdict.graph.edge
-    unknown: tuple[str, ...] = field(default=(), compare=False)  # what could not be seen
-    settle: tuple[str, ...] = field(default=(), compare=False)  # commands that would tell more
+    unknown: tuple[str, ...] = field(default=(), compare=False)  # facts that could not be seen
+    settle: tuple[str, ...] = field(default=(), compare=False)  # commands that would reveal more
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -57,7 +57,7 @@ class Verdict:
 
     @property
     def label(self) -> str:
-        """HANG:lock, PASS, ..."""
+        """Kind and subkind: "HANG:lock", "PASS", ..."""
         return f"{self.kind}:{self.what}" if self.what else self.kind
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,25 +65,25 @@ class Verdict:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Verdict:
-        """What `to_dict` wrote, also after JSON."""
+        """Return the Verdict written by `to_dict`, also after JSON."""
         return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
 
 
-# Which of several broken oracles names the verdict: what explains the others comes first.
+# Order in which broken oracles name the verdict: one that explains others comes first.
 ORDER = (
     *("ranks", "finite", "explosion", "arrival", "optimizers", "checkpoint", "backends", "graph"),
     *("census", "quadratic", "memory", "plateau", "recompilations", "duration"),
 )
-SLOW_ONLY = ("recompile", "growing")  # what is right and late
+SLOW_ONLY = ("recompile", "growing")  # correct, but late
 UNDONE = "ended by itself before its steps were done"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The verdict of one trial, by the first rule that applies.
+    """Return the verdict of one trial, by the first rule that applies.
 
-    Of a trial that still runs (`end` None) as of its last sample: HANG only where it is certified,
-    so that a supervisor may ask as often as it likes and end what it need not wait for.
+    A trial that still runs (`end` None) is judged as of its last sample: HANG only if certified,
+    so that a supervisor may call this at any time and end a trial that it need not wait for.
     """
     for rule in (_untrusted, _cut_short, _ended, _returned, _stands, _silent, _moving):
         found = rule(evidence)
@@ -116,17 +116,17 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
 
 
 def _cut_short(evidence: Evidence) -> Verdict | None:
-    """Verdict of a run ended by a signal while it stood: as it stood then."""
+    """Return the verdict of a run that a signal ended while it stood, as it stood then."""
     if not cut_short(evidence):
         return None
     found, told = _stands(evidence), standing(evidence)
-    if found is None or found.label != told["label"]:  # what the signal moved was seen, too
+    if found is None or found.label != told["label"]:  # changes by the signal were seen, too
         found = Verdict(place=named(told["line"]), **remembered(told))
     return replace(found, because=(*found.because, evidence.end.message))
 
 
 def _ended(evidence: Evidence) -> Verdict | None:
-    """By itself, and not well."""
+    """Return the verdict of a trial that ended by itself and failed."""
     end = evidence.end
     if end is None:
         return None
@@ -198,7 +198,7 @@ def _returned(evidence: Evidence) -> Verdict | None:
 
 
 def _silent(evidence: Evidence) -> Verdict | None:
-    """Nothing was ever heard of it, so that nothing can be said to have stopped."""
+    """Return INCONCLUSIVE if it never gave a sign of life, so that nothing can have stopped."""
     heard = any(s.beats or s.p.phases or s.p.events or s.p.step >= 0 for s in evidence.samples)
     if heard or any(s.state == "T" for s in evidence.samples):
         return None
@@ -215,7 +215,7 @@ _STATES = {
 
 
 def _stands(evidence: Evidence) -> Verdict | None:
-    """Progress rests, and looks were taken meanwhile."""
+    """Return the verdict if progress rests and looks were taken meanwhile."""
     found = stall(evidence)
     if found is None:
         return None
@@ -242,7 +242,7 @@ def _stands(evidence: Evidence) -> Verdict | None:
 
 
 def _settle(found: Stall) -> list[str]:
-    """Commands that would tell more of what stands."""
+    """Return commands that would reveal more about the stall."""
     if not found.pid or found.state == "timer":
         return []
     commands = [f"py-spy dump --native --pid {found.pid}"]
@@ -258,7 +258,7 @@ def _settle(found: Stall) -> list[str]:
 
 
 def _moving(evidence: Evidence) -> Verdict | None:
-    """Not at rest: slow, or nothing to say yet."""
+    """Return the verdict if not at rest: slow, or nothing to report yet."""
     seen = [rest for rest in rests(evidence) if not rest.gone]
     if seen and all(rest.seconds > evidence.stall_s for rest in seen):
         return None
@@ -280,7 +280,7 @@ def _moving(evidence: Evidence) -> Verdict | None:
 
 
 def _resting(evidence: Evidence) -> Verdict:
-    """At rest for too short to tell why, or nobody looked."""
+    """Return the verdict if at rest too briefly to know why, or not looked at."""
     rest = min(rests(evidence), key=lambda rest: (rest.p.key(), rest.rank))  # others may wait
     because = [*_rested(rest), "too few looks were taken to tell why"]
     return Verdict("INCONCLUSIVE", "few-looks", "stands, and was looked at too little", because)
@@ -318,18 +318,18 @@ def _is_late(evidence: Evidence) -> bool:
 
 
 def _worked_s(evidence: Evidence) -> float:
-    """Since its first step began, as the deadlines count; until its last sign of life."""
+    """Return seconds since its first step began, as for deadlines, until its last sign of life."""
     alive = [s.t for s in evidence.samples if s.state]
     until = max(alive) if alive and evidence.end is not None else evidence.seconds
     return max(0.0, (until or evidence.seconds) - (evidence.began_s or 0.0))
 
 
 def compare(trials: Sequence[Evidence | Verdict]) -> Verdict:
-    """Trials of one spec as one: what they all are, or FLAKY with k of n and a Jeffreys interval.
+    """Combine trials of one spec: a common verdict, or FLAKY with k of n and a Jeffreys interval.
 
-    Those that are INCONCLUSIVE do not count. numbers: n, k of the most frequent verdict that is not
-    PASS, low and high of its rate at 95 %, and `counts` by label. That all are alike bounds how
-    often another would come; it does not say never.
+    INCONCLUSIVE trials do not count. numbers: n, k of the most frequent verdict that is not PASS,
+    low and high of its rate at 95 %, and `counts` by label. If all are alike, that bounds the rate
+    of another verdict, but does not exclude it.
 
     Raises ValueError for no trial, and for evidence of different specs.
     """
@@ -361,9 +361,9 @@ def compare(trials: Sequence[Evidence | Verdict]) -> Verdict:
 
 
 def arms(a: Evidence, b: Evidence) -> Verdict:
-    """Whether two arms of a comparison compared anything: INVALID where both ran the same path.
+    """Check that two variants of a comparison differ: INVALID if both ran the same path.
 
-    PASS where their witnesses differ, however often each path ran; INCONCLUSIVE without both.
+    PASS if their witnesses differ, however often each path ran; INCONCLUSIVE without both.
     """
     paths = [_paths(arm.witness) for arm in (a, b)]
     if None in paths:
@@ -379,7 +379,7 @@ def arms(a: Evidence, b: Evidence) -> Verdict:
 
 
 def _paths(witness: dict[str, Any] | None) -> set[str] | None:
-    """What ran, without how often: `branch: implementation`, and whatever else is one word."""
+    """Return what ran, without counts: `branch: implementation`, and all other scalar entries."""
     if not witness or witness.get("paths") == {}:
         return None
     words = {f"{k}: {v}" for k, v in witness.items() if isinstance(v, str | bool | int | float)}
@@ -388,7 +388,7 @@ def _paths(witness: dict[str, Any] | None) -> set[str] | None:
 
 
 def jeffreys(k: int, n: int) -> tuple[float, float]:
-    """The 95 % interval for a rate of which k of n were seen; from 0 where k = 0, to 1 at k = n."""
+    """Return the 95 % interval for a rate from k of n seen; from 0 if k = 0, to 1 if k = n."""
     if not 0 <= k <= n or n < 1:
         raise ValueError(f"k={k} of n={n}: k must be 0 to n, and n at least 1")
     from scipy.special import betaincinv

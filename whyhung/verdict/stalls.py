@@ -1,6 +1,6 @@
-"""Ranks whose progress rests: whether somebody works, what is waited for, or why it can never end.
+"""Classify ranks whose progress rests: as busy, waiting, or certified never to end.
 
-Busy: somebody whom the rank waits for uses a processor, moves bytes, or runs on the device.
+Busy: a thread that the rank waits for uses a processor, moves bytes, or runs on the device.
 Waiting: all are quiet, and what is waited for may still come. Certified: the wait-for graph is
 closed, at every look: nobody is left who could end the wait.
 """
@@ -30,11 +30,11 @@ from whyhung.verdict.opened import Seen, open_wait
 from whyhung.verdict.rests import Rest, Stall, rests
 from whyhung.watch.evidence import Evidence, Thread
 
-RECENT = 4  # among which somebody must have worked to count as busy
+RECENT = 4  # looks among which somebody must have worked to count as busy
 
 
 def stall(evidence: Evidence) -> Stall | None:
-    """Of the rank to blame: a certificate wins, then whoever works; None while a rank moves."""
+    """Return the stall of the rank to blame: certificates win, then work; None if a rank moves."""
     live = [rest for rest in rests(evidence) if not rest.gone]
     quiet = [rest for rest in live if rest.seconds >= evidence.stall_s]
     calls = open_calls(evidence) if quiet else {}
@@ -91,7 +91,7 @@ def _stuck(graph: Graph, rank: int) -> bool:
 
 
 def _waits(graph: Graph) -> tuple[Any, ...]:
-    """What must be the same at every look."""
+    """Return the waits that must be the same at every look."""
     stuck = set(graph.threads) - graph.can
     rows = ((n, graph.threads[n].wait, graph.threads[n].frames) for n in sorted(stuck))
     return tuple((n, w and (w.kind, w.text), frames) for n, w, frames in rows)
@@ -141,13 +141,13 @@ def _certified(graph: Graph, main: Node, rest: Rest) -> Stall:
 
 
 def place_of(frames: Sequence[str]) -> str:
-    """`file.py function` of the user's innermost frame, or of the innermost."""
+    """Return `file.py function` of the user's innermost frame, or of the innermost."""
     line = nearest(frames)
     return named(line) if ".py:" in line else ""
 
 
 def named(line: str) -> str:
-    """`file.py function` of "file.py:31 function": the same when lines were added above it."""
+    """Return `file.py function` of "file.py:31 function": the same if lines were added above it."""
     file, _, function = line.rpartition(" ")
     name = file.rpartition(":")[0].rpartition("/")[2]
     return f"{name} {function.rpartition('.')[2]}" if name else ""

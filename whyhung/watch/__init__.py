@@ -1,4 +1,4 @@
-"""How far a training has come, counted where others can read it while it is stuck."""
+"""Progress of a training, counted where other processes can read it while it is stuck."""
 
 from whyhung.watch.progress import Progress, Unheard, event, read
 

@@ -1,6 +1,6 @@
 """Hooks that feed a Progress: modules whose forward ends, nodes that a backward runs.
 
-And how far a device has come along the work that a training gave it.
+Also counts how much of its enqueued work a device has completed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whyhung.watch.evidence import PHASES
 from whyhung.watch.progress import FIRED, MODULES, PHASE, TOTAL, Progress
 
 MOST_EVENTS = 4096  # under way on a device
-MOST_HOOKS = 256  # of one backward: each costs 5 us, and a finer count tells nobody more
+MOST_HOOKS = 256  # of one backward: each costs 5 us, and a finer count adds no information
 MOST_BETWEEN = 128  # nodes from one hooked output to the next; else the graph is walked
 SHORT_S = 1.0  # a backward that takes longer can afford the walk, and a finer count
 APART = 64  # nodes, about, between hooked outputs; fewer where that leaves not FEW_HOOKS of them
@@ -36,8 +36,8 @@ Undo = Callable[[], Any]
 class DeviceEvents:
     """CUDA events recorded along the work: those that the device has passed are progress.
 
-    The thread that asks keeps the training from the GIL for a moment with every event that it looks
-    at or lets go, so it looks at few, and events are used again.
+    Each event that the querying thread queries or frees holds the GIL for a moment, which delays
+    the training: so it queries few of them, and events are reused.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class DeviceEvents:
         self._spare: dict[int, list[torch.cuda.Event]] = {}
 
     def record(self) -> bool:
-        """Marks this place of the current stream; False while that is not possible."""
+        """Record an event on the current stream; return False while that is not possible."""
         if self.quiet or len(self._waiting) >= MOST_EVENTS:
             return False
         if torch.cuda.is_current_stream_capturing():
             return False
         device = torch.cuda.current_device()
-        try:  # several threads record, so nobody looks first whether there is one
+        try:  # several threads record, so there is no check first for a spare event
             event = self._spare[device].pop()
         except (KeyError, IndexError):
             event = torch.cuda.Event()
@@ -61,9 +61,9 @@ class DeviceEvents:
         return True
 
     def passed(self) -> int:
-        """How many the device has passed since it was asked last, by halves: it keeps the order.
+        """Number of events that the device has passed since the last call, by binary search.
 
-        Of several streams some events may count before their own has come that far.
+        With several streams, some events may be counted before their stream has reached them.
         """
         count = bisect_left(self._waiting, True, key=lambda x: self.quiet or not x[1].query())
         for _ in range(count):
@@ -73,7 +73,7 @@ class DeviceEvents:
 
 
 def modules_of(model: nn.Module, progress: Progress) -> list[Undo]:
-    """Counts the forwards of a model and of all modules inside it."""
+    """Count the forwards of a model and of all modules inside it."""
 
     def begins(*_: Any) -> None:
         if not is_compiling():
@@ -89,10 +89,10 @@ def modules_of(model: nn.Module, progress: Progress) -> list[Undo]:
 
 
 def all_modules(progress: Progress) -> list[Undo]:
-    """Counts every module's forward in this process.
+    """Count every module's forward in this process.
 
-    In the place of a module's call, for torch's hook on all modules sends each through a longer way
-    that takes four times as long as the counting.
+    This replaces `nn.Module.__call__`, since torch's global module hooks send every call through a
+    slower path that takes four times as long as the counting.
     """
 
     def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,13 +117,13 @@ def all_modules(progress: Progress) -> list[Undo]:
 
 
 def _begins(progress: Progress) -> None:
-    """Guesses that a forward begins with a module."""
+    """Guess that a forward begins with this module's call."""
     if not progress.told and progress.cells[PHASE] == OTHER:
         progress.enter("forward")
 
 
 def _ended(progress: Progress, output: Any) -> None:
-    """A module's forward has ended."""
+    """Count a module's forward that has ended."""
     cells = progress.cells
     cells[MODULES] += 1
     if not cells[MODULES] & 15:
@@ -133,11 +133,11 @@ def _ended(progress: Progress, output: Any) -> None:
 
 
 class Firing:
-    """Sets FIRED as a backward runs: each node that has `hook` for its prehook takes the next of
-    `values`, and none when they are used up.
+    """Set FIRED as a backward runs: each node with `hook` as its prehook writes the next of
+    `values`, and leaves FIRED unchanged when they are used up.
 
-    The hook is C throughout. Python in it would run handlers of signals in the midst of a backward,
-    where an unwatched program runs none; and it costs a third.
+    The hook runs entirely in C. Python code in it would run signal handlers in the middle of a
+    backward, where an unwatched program runs none; and the C hook costs a third as much.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -147,34 +147,34 @@ class Firing:
         self.hook = partial(next, moves)  # its own argument, where there is no next: all stays
 
     def shift(self, nodes: int) -> None:
-        """Another backward inside this one has run so many."""
+        """Add `nodes` to the values that are left: another backward inside this one ran them."""
         self.values[:] = [value + nodes for value in self.values]
 
 
 class Outputs:
-    """What modules put out in one forward: hooks on the nodes that made it tell how far its
-    backward has come, so that the graph need not be walked.
+    """Module outputs of one forward: hooks on their autograd nodes count the progress of its
+    backward, so that the graph need not be walked.
 
-    A thread numbers its nodes as it makes them, and a backward runs them from the last one on. So
-    where an output's node runs, all nodes of higher numbers have run. The first forward, and any
-    after one whose outputs lay too far apart or whose backward took long, only looks how far they
-    are apart.
+    A thread numbers its nodes in order of creation, and a backward runs them in reverse. So
+    when an output's node runs, all nodes with higher numbers have run. The first forward, and any
+    after one whose outputs were too far apart or whose backward was slow, only measures the
+    distance between outputs.
     """
 
     def __init__(self, progress: Progress, apart: int = 0, *, hooks: bool = False) -> None:
-        """apart: nodes from one output that counts to the next, at least."""
+        """apart: minimum number of nodes between counted outputs."""
         self._progress, self._apart, self._hooks = progress, apart, hooks
         self._first = self._last = _nodes_made()
         self._widest, self._made, self._near, self._began = 0, 0, False, 0.0
         self.firing, self._numbers = Firing(progress), list[int]()
 
     def renew(self) -> None:
-        """Forgets what was put out: a step begins."""
+        """Discard the outputs recorded so far: a step begins."""
         self._progress.outputs = Outputs(self._progress, self._apart, hooks=self._hooks)
 
     def add(self, output: Any) -> None:
         if _nodes_made() - self._last <= self._apart:
-            return  # no node can lie far enough; an output's own is dearer to ask for
+            return  # no node can be far enough; reading the output's own number costs more
         node = output.grad_fn if isinstance(output, Tensor) else None
         if node is None:
             return
@@ -188,7 +188,7 @@ class Outputs:
                 _mark(self._progress, node, len(self._numbers) & 7)
 
     def begin(self) -> int:
-        """How many nodes there are to run, 0 where a walk has to count them, and no hook here."""
+        """Number of nodes to run; 0 without hooks here, where a walk has to count them."""
         self._began, end = time.monotonic(), _nodes_made()
         self._made = end - self._first
         widest = max(self._widest, end - self._last)
@@ -200,20 +200,20 @@ class Outputs:
         return self._made
 
     def end(self) -> None:
-        """The backward is over: what is left of the hooks counts nothing any more."""
+        """End the backward: hooks that have not run yet no longer count anything."""
         self.firing.values.clear()
         apart, short = min(self._made // FEW_HOOKS, APART), time.monotonic() - self._began < SHORT_S
         self._progress.outputs = Outputs(self._progress, apart, hooks=self._near and short)
 
 
 def _mark(progress: Progress, node: Any, number: int) -> None:
-    """Mark the place of one node of several on the device's way, where there is a device."""
+    """Record a device event before every n-th node (`number` is 0), where there is a device."""
     if not number and progress._device is not None:
         node.register_prehook(lambda _: progress.mark())
 
 
 def optimizers(progress: Progress) -> list[Undo]:
-    """Guesses the phase from any optimizer's step."""
+    """Guess the phase from any optimizer's step."""
     from torch.optim import optimizer
 
     begins = optimizer.register_optimizer_step_pre_hook(lambda *_: progress.guess("optimizer"))
@@ -222,7 +222,7 @@ def optimizers(progress: Progress) -> list[Undo]:
 
 
 def backwards(progress: Progress) -> list[Undo]:
-    """Counts the nodes of every backward() and grad() that this process calls from Python."""
+    """Count the nodes of every backward() and grad() that this process calls from Python."""
 
     def counting(plain: Callable[..., Any], roots: str, kept: int) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
@@ -233,7 +233,7 @@ def backwards(progress: Progress) -> list[Undo]:
                 if progress.fine and not counted.over:
                     given = args[0] if args else options.get(roots, ())
                     given = [given] if isinstance(given, Tensor) else list(given)
-                    # By their place, too, as Tensor.backward gives them.
+                    # Positional too, as Tensor.backward passes them.
                     keeps = [*args[kept : kept + 2], *map(options.get, KEEPS)]
                     counts = Backward(progress, retained=any(keeps))
                     counts.begin(given)
@@ -250,7 +250,7 @@ def backwards(progress: Progress) -> list[Undo]:
 
         return counted
 
-    # The roots' name, and where retain_graph stands, before create_graph.
+    # Name of the roots, and position of retain_graph, which precedes create_graph.
     places = {"backward": ("tensors", 2), "grad": ("outputs", 3)}
     return [
         in_place_of(torch.autograd, name, partial(counting, roots=roots, kept=kept))
@@ -259,9 +259,10 @@ def backwards(progress: Progress) -> list[Undo]:
 
 
 def in_place_of(owner: Any, name: str, counting: Callable[..., Any]) -> Undo:
-    """Puts counting(plain) in the place of the owner's function; several may count at once.
+    """Replace the owner's function by counting(plain); several wrappers may count at once.
 
-    They end in any order: one that is `over` calls the next, and goes when none above it counts.
+    They end in any order: one that is `over` calls the next, and is removed when no wrapper
+    above it still counts.
     """
     plain = getattr(owner, name)
     counted = update_wrapper(counting(plain), plain)
@@ -279,7 +280,7 @@ def in_place_of(owner: Any, name: str, counting: Callable[..., Any]) -> Undo:
 
 
 def raise_on(error: BaseException) -> None:
-    """Takes the frame that caught `error` out of its traceback, before it is raised again there."""
+    """Remove the frame that caught `error` from its traceback, before it is raised again there."""
     error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
 
 
@@ -287,12 +288,12 @@ class Backward:
     """A backward whose nodes are counted as they are about to run: try, `begin`, run it, `done`,
     and `end` in any case.
 
-    A short one by modules' outputs where these lie every few nodes: see `Outputs`. Else the graph
-    is walked, and of more than MOST_HOOKS nodes every n-th is counted, for n. Gradient accumulators
-    are not: they outlive the graph. Nodes that a backward leaves out count as run when it has
-    ended.
+    A short backward is counted by module outputs if there is one every few nodes: see `Outputs`.
+    Else the graph is walked, and of more than MOST_HOOKS nodes every n-th counts as n. Gradient
+    accumulators are not counted: they outlive the graph. Nodes that a backward skips count as run
+    when it has ended.
 
-    No generator: one that is dropped runs its end where a signal's exception is lost.
+    Not a generator: a dropped generator runs its cleanup where a signal's exception is lost.
     """
 
     def __init__(self, progress: Progress, *, retained: bool = False) -> None:
@@ -332,7 +333,7 @@ class Backward:
 
 
 def _hooked(nodes: Sequence[Any], progress: Progress) -> tuple[Firing, list[Any]]:
-    """The counter of these nodes, and handles of its hooks, MOST_HOOKS at most."""
+    """Counter of these nodes, and handles of its hooks, MOST_HOOKS at most."""
     firing, every, first = Firing(progress), 1 + len(nodes) // MOST_HOOKS, progress.cells[FIRED]
     chosen = nodes[every // 2 :: every]
     firing.values += range(first + every, first + every * len(chosen) + 1, every)
@@ -343,9 +344,9 @@ def _hooked(nodes: Sequence[Any], progress: Progress) -> tuple[Firing, list[Any]
 
 
 def _nodes(roots: Sequence[Any], cells: memoryview) -> list[Any]:
-    """Of the graphs behind `roots`, those that do something: all but gradient accumulators.
+    """Nodes of the graphs behind `roots`, except gradient accumulators.
 
-    The walk takes 1 to 2 us a node, so of a large graph it shows in the total while it lasts.
+    The walk takes 1 to 2 us per node; on large graphs the total is updated as it goes.
     """
     waiting = [root.grad_fn for root in roots if isinstance(root, Tensor) and root.grad_fn]
     seen = set(waiting)

@@ -1,8 +1,8 @@
-"""Use of the GPUs: how busy, at what power, and whether what runs there gets anywhere.
+"""GPU utilization and power, and whether the kernels that run there make progress.
 
-A kernel that spins, or that waits for another rank, keeps its GPU at 100 % without touching memory
-or a tensor core. NVML (the package nvidia-ml-py) tells that on Hopper and later by its performance
-counters, elsewhere by power; nvidia-smi tells how busy a GPU is and its power.
+A kernel that spins, or that waits for another rank, keeps its GPU at 100 % without using memory
+or a tensor core. NVML (the package nvidia-ml-py) detects that on Hopper and later by performance
+counters, elsewhere by power; nvidia-smi reports utilization and power.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from whyhung.watch.evidence import GPU_BUSY
 from whyhung.watch.kernel import environ
 
 EVERY_S = 1.0
-# Percent of their peak. Two H100s: what waits for another rank, or spins on a flag or a clock, has
-# 0.06 % of the memory's bandwidth, 1 % of the integer units and nothing of the others; a graph of
-# kernels of one block each has 0.05 % of fp32.
+# Percent of their peak. On two H100s, a kernel that waits for another rank, or spins on a flag or
+# a clock, uses 0.06 % of memory bandwidth, 1 % of the integer units and 0 % of the others; a graph
+# of one-block kernels uses 0.05 % of fp32.
 WORKS = {"dram": 0.3, "tensor": 1e-3, "fp64": 1e-3, "fp32": 1e-3, "fp16": 1e-3, "integer": 3.0}
 MOVES_MIB = 1.0  # a second over NVLink
-WARM = 0.4  # of its power limit: spinning kernels take a fifth of it
+WARM = 0.4  # of its power limit: spinning kernels draw a fifth of it
 _NAMES = {"dram": "memory", "tensor": "tensor cores", "nvlink": "NVLink"}
 _METRICS = {  # NVML's numbers of them
     "integer": 4, "tensor": 5, "dram": 10, "fp64": 11, "fp32": 12, "fp16": 13,
@@ -35,7 +35,7 @@ _METRICS = {  # NVML's numbers of them
 
 @dataclass(frozen=True)
 class Use:
-    """One GPU over the last second."""
+    """Use of one GPU over the last second."""
 
     index: int
     percent: float  # of the time in which any kernel ran, even a spinning one
@@ -46,7 +46,7 @@ class Use:
 
     @property
     def works(self) -> bool | None:
-        """False where it idles or only spins; None where nothing tells these apart from work."""
+        """False if the GPU idles or only spins; None if that cannot be measured."""
         if self.percent < GPU_BUSY:
             return False
         if self.rates:
@@ -72,9 +72,9 @@ class Use:
 
 
 class Nvml:
-    """Reads this machine's GPUs by NVML; its counters span the time since the read before.
+    """Read this machine's GPUs through NVML; its counters span the time since the previous read.
 
-    Raises ModuleNotFoundError without nvidia-ml-py, RuntimeError where NVML finds no driver.
+    Raises ModuleNotFoundError without nvidia-ml-py, RuntimeError if NVML finds no driver.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Nvml:
 
 
 class Smi:
-    """Reads GPUs by nvidia-smi, which takes about as long as a step does."""
+    """Read GPUs through nvidia-smi, which takes about as long as a step."""
 
     def __init__(self, only: str | None = None) -> None:
         self._only = only
@@ -147,11 +147,11 @@ class Smi:
 
 @contextmanager
 def device_use(only: str | None = None) -> Iterator[SimpleNamespace]:
-    """`with device_use() as use`: use.percent is the busiest GPU's, None before it was told.
+    """`with device_use() as use`: use.percent is the busiest GPU's, None before the first read.
 
-    use.gpus is {index: Use}, use.missing says why performance counters are not read ("" where they
-    are). A thread reads them, because that takes longer than a sample may. only: the GPUs that
-    count, as CUDA_VISIBLE_DEVICES names them; None: those of this process.
+    use.gpus is {index: Use}, use.missing is the reason why performance counters are not read ("" if
+    they are). A thread reads them, because that takes longer than a sample may. only: the GPUs to
+    include, as CUDA_VISIBLE_DEVICES names them; None: those of this process.
     """
     use, stop = SimpleNamespace(percent=None, gpus={}, missing=""), threading.Event()
     try:
@@ -182,10 +182,10 @@ def device_use(only: str | None = None) -> Iterator[SimpleNamespace]:
 
 
 def of_ranks(gpus: Mapping[int, Use], ranks: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """{rank: its GPU's `Use.to_dict`} of ranks (rank: pid) whose GPU is known.
+    """{rank: its GPU's `Use.to_dict`} for ranks (rank: pid) whose GPU is known.
 
-    By the processes that NVML names, else, as in a container with numbers of its own, by LOCAL_RANK
-    among the visible ones; the only GPU is everybody's.
+    A GPU is matched by the pids that NVML lists, else (as in a container with its own pids) by
+    LOCAL_RANK among the visible GPUs; a single GPU is matched to every rank.
     """
     found, places = {}, sorted(gpus)
     for rank, pid in ranks.items():

@@ -1,7 +1,7 @@
-"""A folder of Flight Recorder dumps that a job left, read as plain data.
+"""Read a folder of a job's Flight Recorder dumps as plain data.
 
-torch writes one file a rank, pickled or JSON, when a collective times out: `_dump_7`,
-`nccl_trace_rank_7`. Nothing that a pickle names is loaded.
+torch writes one file per rank, pickled or JSON, when a collective times out: `_dump_7`,
+`nccl_trace_rank_7`. No class or function named in a pickle is loaded.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from whyhung.watch import flight_recorder
 Rows = list[dict[str, Any]]
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle|bin|dump|trace))?$")
 SOON_S, STILL_S = 5.0, 0.5  # torch needs about a second to notice an error and to write
-KNOWN = "1", "2"  # of a version what stands before the dot
+KNOWN = "1", "2"  # major versions
 
 
 @dataclass
 class Dumps:
-    """Calls, files and notes of a folder."""
+    """Calls, files and notes from a folder of dumps."""
 
     flights: dict[int, Rows] = field(default_factory=dict)  # {rank: its calls, oldest first}
-    files: dict[int, Path] = field(default_factory=dict)  # {rank: where they are from}
-    world: tuple[int, ...] = ()  # all ranks of the job, as far as dumps tell
-    refused: dict[Path, str] = field(default_factory=dict)  # why it could not be read
+    files: dict[int, Path] = field(default_factory=dict)  # {rank: file that they were read from}
+    world: tuple[int, ...] = ()  # all ranks of the job that the dumps mention
+    refused: dict[Path, str] = field(default_factory=dict)  # {file: why it could not be read}
     unread: tuple[int, ...] = ()  # ranks whose only file was refused
-    moving: bool = False  # the job ran on until the moment that they were written
+    moving: bool = False  # the job was still running when they were written
     notes: list[str] = field(default_factory=list)
 
     def said(self) -> list[str]:
-        """Sentences on what was not read, and who left nothing."""
+        """Sentences on files that were not read and ranks without a dump, and the notes."""
         told = [f"{file} is not read: {why}" for file, why in self.refused.items()]
         absent = [r for r in self.world if r not in self.flights and r not in self.unread]
         told += [f"no dump of rank {', '.join(map(str, absent))}"] if absent else []
@@ -41,9 +41,9 @@ class Dumps:
 
 
 def read(folder: Path) -> Dumps:
-    """Every dump in a folder and in those below it, whose names end in a rank's number.
+    """Read every dump in a folder and its subfolders whose name ends in a rank's number.
 
-    Of two for one rank the newer one counts. Raises ValueError where none can be read.
+    If one rank has two dumps, the newer one is used. Raises ValueError if none can be read.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give the one in which the dumps lie")
@@ -86,7 +86,7 @@ def read(folder: Path) -> Dumps:
 
 
 def _rows(dumped: Mapping[str, Any]) -> Rows:
-    """Rows of a dump. Raises ValueError where its entries are none of torch's."""
+    """Rows of a dump. Raises ValueError if its entries are not in torch's format."""
     try:
         rows = flight_recorder.entries(dumped)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
@@ -104,14 +104,14 @@ def _of(row: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _last_s(held: Iterable[tuple[Rows, Mapping[str, Any]]]) -> float:
-    """The time of day at which anything was recorded last."""
+    """Time of the last recorded event, in seconds since the epoch."""
     times = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
     entries = [entry for _, dumped in held for entry in dumped.get("entries") or ()]
     return max((entry.get(name) or 0 for entry in entries for name in times), default=0) / 1e9
 
 
 def _newer(one: tuple[Path, Rows], other: tuple[Path, Rows]) -> bool:
-    """Compares the last calls, since copies lose a file's own time; that where one has no call."""
+    """Compare the last calls, since copies lose a file's mtime; compare mtimes if one has none."""
     last = [max((row["created_ns"] or 0 for row in rows), default=0) for _, rows in (one, other)]
     if all(last) and last[0] != last[1]:
         return last[0] > last[1]
@@ -119,12 +119,12 @@ def _newer(one: tuple[Path, Rows], other: tuple[Path, Rows]) -> bool:
 
 
 def _drained(flights: dict[int, Rows], dumps: Mapping[int, Mapping[str, Any]]) -> None:
-    """Adds the last call of ranks that completed all of a group where others have not.
+    """Add the last call of ranks that completed all calls of a group where others have not.
 
-    A dump of open calls alone has none of that group then, as if its rank had never come so far.
-    Its status has the last number of each of its groups, under keys that hold in that process
-    alone, so one of them is this group's. If some have got beyond what a peer is in, within what
-    that peer has called, and none stands just before, it is one of those.
+    A dump of open calls alone then has no call of that group, as if its rank had never reached it.
+    Its status has the last sequence number of each group, but under keys local to that process, so
+    one of them is this group's. If some numbers are at or past a peer's open call, no later than
+    that peer's last call, and none is just before the open call, the group's number is among them.
     """
     first: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for rank, rows in flights.items():
@@ -135,7 +135,7 @@ def _drained(flights: dict[int, Rows], dumps: Mapping[int, Mapping[str, Any]]) -
                 mine.setdefault(row["group"], []).append(row)
         for group, calls in mine.items():
             status = dumps[rank].get("pg_status", {}).get(str(keys[group]), {})
-            # else its recorder has dropped the oldest that are open
+            # else its recorder has dropped the oldest open calls
             if status.get("last_completed_collective") == calls[0]["seq"] - 1:
                 first.setdefault(group, []).append((calls[0]["seq"], calls[-1]))
     for rank, rows in flights.items():

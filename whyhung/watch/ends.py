@@ -1,7 +1,7 @@
-"""What could make a descriptor of another process ready: the other ends of pipes and sockets.
+"""Processes that could make another process's descriptor ready: other ends of pipes and sockets.
 
-What cannot be told counts as something outside that could end the wait, so that nothing is proven
-by what was not seen.
+Anything that cannot be determined counts as an outside event that could end the wait, so nothing
+is proven from missing observations.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from whyhung.watch.evidence import Wait
 from whyhung.watch.holders import Holders, access, fdinfo, file_name
 from whyhung.watch.sockets import LISTEN, Sockets
 
-# What may set an eventfd besides processes.
+# Drivers that may set an eventfd besides processes.
 _DRIVERS = ("/dev/nvidia", "/dev/kfd", "/dev/infiniband", "/dev/vfio", "anon_inode:[io_uring]")
-_TEXT = 3  # of so many descriptors in a poll it is said what they are
+_TEXT = 3  # descriptors of a poll that are described one by one
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Of the descriptors of one process; `name` says a pid in words."""
+    """Other ends of one process's descriptors; `name` describes a pid in words."""
 
     pid: int
     holders: Holders
@@ -31,7 +31,7 @@ class Ends:
     name: Callable[[int], str] = str
 
     def any_of(self, fds: list[int], left: float | None, more: bool = False) -> Wait:
-        """Until any of them is ready, or the time is over; more: and others that are not seen."""
+        """Wait until any of `fds` is ready or `left` s are over; more: others unseen are polled."""
         if not fds and not more:
             if left is not None:
                 return Wait("timer", f"sleeps for at most {left:.1f} s", left_s=left)
@@ -41,10 +41,10 @@ class Ends:
         return replace(found, text=until(found.text, left, True), outside=unseen, left_s=left)
 
     def union(self, found: list[Wait]) -> Wait:
-        """Any of these waits is enough."""
+        """Wait that ends when any of these waits ends."""
         if not found:
             return Wait("other", "waits for descriptors that could not be read", outside=True)
-        # An event that a process sends itself says least.
+        # An event that a process sends itself is the least informative.
         found = sorted(found, key=lambda one: one.kind in ("event", "other"))
         said = [one.text for one in found]
         text = "; or ".join(said[:_TEXT])
@@ -54,7 +54,7 @@ class Ends:
         return Wait(found[0].kind, text, wakers, unseen, least(*(one.left_s for one in found)))
 
     def in_epoll(self, fd: int, left: float | None) -> Wait:
-        """Until any of those for which an epoll waits is ready."""
+        """Wait until any of the descriptors that an epoll watches is ready."""
         fds, strange = self._watched(fd)
         if not fds and not strange and left is None:
             text = "waits for an epoll to which nothing has been added"
@@ -62,7 +62,7 @@ class Ends:
         return self.any_of(fds, left, more=strange)
 
     def _watched(self, fd: int) -> tuple[list[int], bool]:
-        """The descriptors for which an epoll waits, and whether there are others besides."""
+        """Descriptors that an epoll watches, and True if it watches others that were not read."""
         lines = fdinfo(self.pid, fd)
         if not lines:
             return [], True
@@ -84,11 +84,11 @@ class Ends:
         return fds, strange
 
     def link(self, fd: int) -> str:
-        """As "pipe:[12]" or a path. Raises OSError."""
+        """Link of a descriptor: "pipe:[12]" or a path. Raises OSError."""
         return os.readlink(f"/proc/{self.pid}/fd/{fd}")
 
     def of(self, fd: int, verb: str) -> Wait:
-        """What could make a descriptor ready."""
+        """Wait for a descriptor, with the processes that could make it ready."""
         try:
             link = self.link(fd)
             mode = os.stat(f"/proc/{self.pid}/fd/{fd}").st_mode
@@ -123,7 +123,7 @@ class Ends:
         what = f"the FIFO {link}" if kind == "fifo" else f"pipe {link[6:-1]}"
         text = f"{verb} {what}, whose other end is held by {self.names(pids)}"
         found = self.by(kind, text, sorted(pids))
-        # Anybody who may could open a FIFO that has a name.
+        # Any process with permission could open a named FIFO.
         return replace(found, outside=True) if kind == "fifo" else found
 
     def _socket(self, link: str, verb: str) -> Wait:
@@ -171,7 +171,7 @@ class Ends:
         return outside("other", f"{verb} {what}")
 
     def by(self, kind: str, text: str, pids: Iterable[int], left: float | None = None) -> Wait:
-        """A wait that these processes could end, in the family or not."""
+        """Wait that these processes could end, in the family or not."""
         wakers = tuple((pid, 0) for pid in sorted(set(pids)))
         unseen = not wakers or not set(pids) <= self.holders.family
         if kind not in ("child", "file lock") and self.holders.unread():
@@ -179,7 +179,7 @@ class Ends:
         return Wait(kind, text, wakers, unseen, left)
 
     def names(self, pids: Iterable[int]) -> str:
-        """Processes in words."""
+        """Describe processes in words."""
         pids = sorted(set(pids))
         if not pids:
             return "nobody that is seen here"
@@ -191,17 +191,17 @@ class Ends:
 
 
 def outside(kind: str, text: str) -> Wait:
-    """A wait that something could end that is not observed."""
+    """Wait that something unobserved could end."""
     return Wait(kind, text, outside=True)
 
 
 def until(text: str, left: float | None, most: bool = False) -> str:
-    """The text, and how long it takes at most or exactly; as it is without a timer."""
+    """Append the time that is left (exactly or at most) to the text; unchanged without a timer."""
     if left is None:
         return text
     return f"{text}, for {'at most ' if most else ''}another {left:.1f} s"
 
 
 def least(*seconds: float | None) -> float | None:
-    """Of those that are known."""
+    """Minimum of the values that are not None; None if there are none."""
     return min((x for x in seconds if x is not None), default=None)

@@ -1,6 +1,6 @@
-"""What was seen of a trial: plain data that a verdict is judged from, and that JSON holds.
+"""Observations of a trial: plain, JSON-serializable data from which a verdict is judged.
 
-Judging it needs no process and no torch, so a verdict can be tested, and made again later.
+Judging needs no process and no torch, so a verdict can be tested, and judged again later.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-OUTSIDE = "seen from outside"  # the phase of a rank that counts nothing: its events are its work
+OUTSIDE = "seen from outside"  # phase of a rank that counts nothing: events are its observed work
 PHASES = ("start", "data", "forward", "backward", "optimizer", "end", "other")
-GPU_BUSY = 5.0  # percent of the time in which any kernel ran, from which a GPU counts as busy
+GPU_BUSY = 5.0  # percent of the time with a running kernel, from which a GPU counts as busy
 ENDS = ("returned", "exception", "signal", "exit", "stopped by the supervisor")
-REASONS = ("stall", "deadline", "caller")  # why the supervisor stopped it
+REASONS = ("stall", "deadline", "caller")  # for which the supervisor stops a trial
 TOOLS = ("py-spy", "faulthandler", "native", "proc")
-HIDDEN = "~"  # at the end of `Thread.visible`: the thread could change what is not shown
+HIDDEN = "~"  # at the end of `Thread.visible`: the thread could change state that is not shown
 WAITS = (
     "lock", "semaphore", "pipe", "fifo", "socket", "file lock", "child", "timer", "terminal",
     "event", "device", "collective", "GIL", "disk", "stopped", "polling", "other",
@@ -26,26 +26,26 @@ WAITS = (
 
 @dataclass(frozen=True)
 class P:
-    """How far a rank has come: its progress coordinate."""
+    """Progress coordinate of a rank."""
 
-    step: int = -1  # the one it is in, -1 before the first
+    step: int = -1  # current step, -1 before the first
     phase: str = "start"
     modules: int = 0  # whose forward ended in this step
     fired: int = 0  # autograd nodes that ran in this step
-    total: int = 0  # nodes that its backwards have, 0 where not known
-    events: int = 0  # that the device, or the loop itself, said to have passed since the start
+    total: int = 0  # nodes of its backwards, 0 if unknown
+    events: int = 0  # passed since the start, by the device or as the loop itself reported
     collectives: int = 0  # enqueued since the start
     phases: int = 0  # entered since the start
-    # Nodes of autograd that the main thread had made when it last looked: more of them is a move,
-    # though no place in a step.
+    # Autograd nodes that the main thread had made when it last looked: an increase is progress,
+    # but not a position in a step.
     made: int = 0
 
     def after(self, other: P) -> bool:
-        """Whether this is further than `other`, of the same run or of another run of its spec."""
+        """True if this is further than `other`, in the same run or another run of its spec."""
         return self.key() > other.key()
 
     def key(self) -> tuple[int, ...]:
-        """Grows with everything that a run does."""
+        """Sort key that grows with everything a run does."""
         order = PHASES.index(self.phase) if self.phase in PHASES else len(PHASES)
         device = self.events + self.collectives
         return (self.step, self.modules + self.fired, device, self.phases, order)
@@ -61,74 +61,74 @@ class P:
 
 @dataclass(frozen=True)
 class Sample:
-    """One look from outside, a few a second."""
+    """One observation from outside, taken a few times per second."""
 
     t: float  # seconds since the trial's start
     rank: int
     p: P
     beats: int = 0  # of a thread that needs the GIL
-    cpu_s: float = 0.0  # that the process has used, all threads
-    state: str = ""  # R, S, D, T or Z as /proc has it, "" where not told or the process is gone
-    wchan: str = ""  # where the main thread sleeps in the kernel, "" where not told
+    cpu_s: float = 0.0  # CPU time of the process, all threads
+    state: str = ""  # R, S, D, T or Z as in /proc, "" if unknown or the process is gone
+    wchan: str = ""  # where the main thread sleeps in the kernel, "" if unknown
     rss_mib: float | None = None
-    gpu_percent: float | None = None  # of the last second in which any kernel ran, even a spinning
-    family_cpu_s: float = 0.0  # of the process and all below it
+    gpu_percent: float | None = None  # of the last second with any kernel running, even a spinning
+    family_cpu_s: float = 0.0  # of the process and its descendants
     io_bytes: int = 0  # that these read and wrote, by any call
 
 
 @dataclass(frozen=True)
 class Wait:
-    """For what a thread waits, and who could end that."""
+    """Wait of a thread: its object, and the threads that could end it."""
 
     kind: str  # one of WAITS
     text: str  # "reads pipe 505254, whose other end is held by process 1234"
-    # (pid, tid) of those inside the observed world that could end it; tid 0: any thread of pid
+    # (pid, tid) of observed threads that could end it; tid 0: any thread of pid
     wakers: tuple[tuple[int, int], ...] = ()
-    outside: bool = False  # something that is not observed could end it, as another host
-    left_s: float | None = None  # until a timer ends it; None: it has none, or nobody tells
+    outside: bool = False  # something that is not observed could end it, such as another host
+    left_s: float | None = None  # until a timer ends it; None: no timer, or unknown
     source: str = ""  # where that was read: "/proc/12/task/14/syscall"
 
 
 @dataclass(frozen=True)
 class Thread:
-    """One thread at one moment."""
+    """State of one thread at one moment."""
 
     tid: int
     name: str = ""
     main: bool = False
-    state: str = ""  # as /proc has it, "" where not told
+    state: str = ""  # as in /proc, "" if unknown
     cpu_s: float = 0.0
     wchan: str = ""
-    wait: Wait | None = None  # None: it runs, or nothing tells
+    wait: Wait | None = None  # None: it runs, or its wait is unknown
     frames: tuple[str, ...] = ()  # of Python, innermost first: "file:line function"
     native: tuple[str, ...] = ()  # functions of C above Python's innermost, innermost first
-    gil: bool | None = None  # whether it holds the GIL, None where not told
+    gil: bool | None = None  # True if it holds the GIL, None if unknown
     visible: str = ""  # digest of the locals of its frames, as visible.digest makes it
-    ours: bool = False  # it belongs to this project, and can do nothing for the program
-    switches: int | None = None  # how often it gave up its processor: unchanged, it slept all along
-    io_bytes: int | None = None  # that it read and wrote by any call, None where not told
-    polled: str = ""  # what it asks for again and again, where it sleeps between two questions
+    ours: bool = False  # it belongs to this project, and does no work of the program
+    switches: int | None = None  # context switches: unchanged, it slept all along
+    io_bytes: int | None = None  # that it read and wrote by any call, None if unknown
+    polled: str = ""  # what it polls, if it sleeps between two queries
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a program's family at one moment."""
+    """State of one process of a program's family at one moment."""
 
     pid: int
     parent: int = 0
-    started: int = 0  # tells it from a later one with its number
+    started: int = 0  # distinguishes it from a later process with the same pid
     of: int = 0  # the rank to whose family it belongs
     rank: int | None = None  # its own, None for a worker or another child
-    name: str = ""  # the program's, in a few words: "python train.py", "sleep 15"
+    name: str = ""  # short name of the program: "python train.py", "sleep 15"
     state: str = ""
     cpu_s: float = 0.0  # all threads
     io_bytes: int = 0  # that it read and wrote by any call: disks, pipes, sockets
     rss_mib: float = 0.0
     threads: tuple[Thread, ...] = ()
-    message: str = ""  # what of it could not be read, why, and what would help
+    message: str = ""  # what could not be read, why, and what would help
 
     def main(self) -> Thread | None:
-        """The main thread, where it was seen."""
+        """Main thread; None if it was not seen."""
         return next((thread for thread in self.threads if thread.main), None)
 
 
@@ -142,86 +142,86 @@ class Snapshot:
     tool: str = "py-spy"  # of the stacks: one of TOOLS
     full: bool = True  # with stacks and waits; else numbers of processes alone
     gpu_percent: float | None = None
-    # rank: what its GPU does: works (None: not told) and text, as devices.Use tells them
+    # rank: use of its GPU: works (None: unknown) and text, as in devices.Use
     devices: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def process(self, pid: int) -> Process | None:
         return next((process for process in self.processes if process.pid == pid), None)
 
     def of(self, rank: int) -> Process | None:
-        """The process that is this rank."""
+        """Process that is this rank; None if it was not seen."""
         return next((process for process in self.processes if process.rank == rank), None)
 
 
 @dataclass(frozen=True)
 class End:
-    """How it ended."""
+    """End of a trial."""
 
     how: str  # one of ENDS
     returncode: int | None = None
     type: str = ""  # the exception's class, the signal's name, or one of REASONS
     message: str = ""
     traceback: str = ""
-    first_rank: int | None = None  # the first to fail, None where none did or it is not known
+    first_rank: int | None = None  # the first to fail, None if none did or it is unknown
     out_of_memory: str = ""  # "", "device" or "host"
-    peak_mib: float | None = None  # of the device, or of the host where none is used
+    peak_mib: float | None = None  # of the device, or of the host if none is used
 
 
 @dataclass
 class Evidence:
-    """All that is known of one trial: what ran, where, what was seen, how it ended."""
+    """Complete record of one trial: what ran, where, what was observed, how it ended."""
 
     spec: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     preflight: list[str] = field(default_factory=list)  # reasons not to trust it
     seconds: float = 0.0  # from its start to its end, start-up included
-    began_s: float | None = None  # when its first step began, None where it never did
-    predicted_s: float | None = None  # what its steps should take, None where nobody said
+    began_s: float | None = None  # when its first step began, None if it never did
+    predicted_s: float | None = None  # estimated time of its steps, None without an estimate
     factor: float = 1.0  # by which its observers slow it
     soft_s: float | None = None  # when looks are taken first, counted from began_s
     deadline_s: float | None = None  # when it has to end, counted from began_s
     stall_s: float = 5.0  # how long P may rest
-    wait_s: float | None = None  # how long all must be quiet to be told; None: as the rules have it
+    wait_s: float | None = None  # quiet time of all before a report; None: as in the rules
     samples: list[Sample] = field(default_factory=list)  # in order of time, of all ranks
-    snapshots: list[Snapshot] = field(default_factory=list)  # likewise, where it was looked at
+    snapshots: list[Snapshot] = field(default_factory=list)  # likewise, if looks were taken
     end: End | None = None  # None while it runs
     oracles: dict[str, dict[str, Any]] = field(default_factory=dict)  # name: {"ok", "detail"}
     flights: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # Flight Recorders
     locks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # pid: see watch.locks
-    reports: list[dict[str, Any]] = field(default_factory=list)  # stalls as they were told
+    reports: list[dict[str, Any]] = field(default_factory=list)  # stalls as they were reported
     losses: list[float] = field(default_factory=list)  # of rank 0
-    witness: dict[str, Any] | None = None  # which implementations ran, None where not recorded
+    witness: dict[str, Any] | None = None  # which implementations ran, None if not recorded
     memory: dict[str, Any] | None = None  # at a stall on a GPU
-    result: dict[str, Any] | None = None  # what rank 0's subject made of its steps
+    result: dict[str, Any] | None = None  # result of rank 0's subject
     again: Evidence | None = None  # the rerun at twice the deadline
     notes: list[str] = field(default_factory=list)  # what else a reader should know
     output: list[str] = field(default_factory=list)  # the last lines that it printed
 
     def ranks(self) -> list[int]:
-        """Those of which there is a sample."""
+        """Ranks with at least one sample."""
         return sorted({sample.rank for sample in self.samples})
 
     def of(self, rank: int) -> list[Sample]:
-        """The samples of one rank, in order of time."""
+        """Samples of one rank, in order of time."""
         return [sample for sample in self.samples if sample.rank == rank]
 
     def last(self, rank: int = 0) -> P:
-        """How far the rank came."""
+        """Progress coordinate of the rank's last sample; P() without one."""
         seen = self.of(rank)
         return seen[-1].p if seen else P()
 
     def frozen_s(self, rank: int = 0) -> float:
-        """How long the rank's P had rested at its last sample."""
+        """Seconds that the rank's P had rested at its last sample."""
         resting = at_last_p(self.of(rank))
         return resting[-1].t - resting[0].t if resting else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no NaN: losses that are not finite become their names."""
+        """Plain data for JSON, which has no NaN: non-finite losses become strings ("nan")."""
         return _plain(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Evidence:
-        """What `to_dict` wrote, also after JSON. Names that are not known are passed over."""
+        """Restore from the output of `to_dict`, also after JSON. Unknown names are ignored."""
         values = _known(cls, found)
         values["samples"] = [_made(Sample, x) for x in values.get("samples", ())]
         values["snapshots"] = [_snapshot(x) for x in values.get("snapshots", ())]
@@ -237,12 +237,12 @@ class Evidence:
 
 
 def at_last_p(samples: list[Sample]) -> list[Sample]:
-    """Of one rank's samples, those at the end between which its P did not change."""
+    """Last samples of one rank, among which its P did not change."""
     return list(takewhile(lambda sample: sample.p == samples[-1].p, reversed(samples)))[::-1]
 
 
 def thinned(samples: list[Sample]) -> list[Sample]:
-    """Half of them: of every rank every other one, and each where its P or state changed."""
+    """Drop about half: keep every other sample of each rank, and those where P or state changed."""
     kept, before, odd = [], {}, {}
     for sample in samples:
         last = before.get(sample.rank)
@@ -273,7 +273,7 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
 
 
 def _of_a_look(found: dict[str, Any]) -> Snapshot:
-    """What evidence written before December 2026 has in the place of a snapshot: one rank's."""
+    """Convert a look of one rank, which evidence before December 2026 has instead of a snapshot."""
     rank, threads = found.get("rank", 0), []
     for number, thread in enumerate(found.get("threads", ())):
         told = {n: thread[n] for n in ("name", "state", "wchan", "cpu_s", "gil") if n in thread}

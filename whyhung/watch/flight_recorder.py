@@ -1,7 +1,7 @@
-"""What only a stuck process itself can tell: its Flight Recorder, and its device's memory.
+"""Data that only the stuck process itself can read: its Flight Recorder, and its device's memory.
 
-Written by a thread of the process when a supervisor asks (whyhung.watch.progress.ask): the main
-thread may be inside a collective for good. Dumps that torch wrote are read by `loads`.
+Written by a thread of the process on a supervisor's request (whyhung.watch.progress.ask), since the
+main thread may be inside a collective forever. Dumps that torch wrote are read by `loads`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 from whyhung.process import child
 
-RECORDERS = "_dump_fr_trace", "_dump_nccl_trace"  # of gloo and of NCCL: each has its own
+RECORDERS = "_dump_fr_trace", "_dump_nccl_trace"  # of gloo and of NCCL, which record separately
 ENTRIES = 2000
-LAST = 50  # of them are kept, and before these
-OPEN = 150  # that are not completed: the oldest of them tells for whom a rank waits
+LAST = 50  # newest entries, all kept
+OPEN = 150  # older uncompleted entries kept: the oldest shows for whom a rank waits
 FRAMES = 8
 MEMORY = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current",
           "active.all.current", "inactive_split_bytes.all.current", "num_alloc_retries",
@@ -29,12 +29,12 @@ ENVIRONMENT = {  # variables under which a process records its collectives
     "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
     "TORCH_NCCL_TRACE_BUFFER_SIZE": str(ENTRIES),  # its name before torch 2.9
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # 1 destroys the record
-    "TORCH_NCCL_ENABLE_TIMING": "1",  # tells which devices have begun a collective
+    "TORCH_NCCL_ENABLE_TIMING": "1",  # records which devices have begun a collective
 }
 
 
 def write(folder: Path, key: int | str) -> None:
-    """Leaves flight-KEY.json, and on a GPU memory-KEY.json and memory-KEY.pickle, in `folder`."""
+    """Write flight-KEY.json, and on a GPU memory-KEY.json and memory-KEY.pickle, to `folder`."""
     with contextlib.suppress(Exception):
         child.put(folder / f"flight-{key}.json", {"entries": recorded()})
     torch = sys.modules.get("torch")
@@ -48,10 +48,10 @@ def write(folder: Path, key: int | str) -> None:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """This process's last collectives, by recorder, oldest first; empty without a process group.
+    """Last collectives of this process, by recorder, oldest first; empty without a process group.
 
-    Rows as `entries` makes them, without frames where torch would have to load its compiler to name
-    them: that takes seconds of a process that should be seen at rest.
+    Rows as `entries` returns them, without frames if torch would have to load its compiler to name
+    them: that takes seconds, in a process that should be seen at rest.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
@@ -64,13 +64,13 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def loads(data: bytes) -> dict[str, Any]:
-    """The plain data of a dump, pickled or JSON. Nothing that it names is loaded or called.
+    """Plain data of a dump, pickled or JSON. Nothing that it names is loaded or called.
 
-    Raises ValueError for what is cut short, names a class or a function, or is no dump.
+    Raises ValueError if the data is truncated, names a class or a function, or is no dump.
     """
     try:
         dumped = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
-    except Exception as error:  # of damaged pickles nearly any kind comes
+    except Exception as error:  # damaged pickles raise nearly any type
         raise ValueError(f"{type(error).__name__}: {error}") from None
     if not isinstance(dumped, dict) or not isinstance(dumped.get("entries", []), list):
         raise ValueError(f"it holds {type(dumped).__name__}, not a recorder's entries")
@@ -78,16 +78,16 @@ def loads(data: bytes) -> dict[str, Any]:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads lists, dicts, numbers and words; whatever else a file holds is not loaded."""
+    """Unpickle lists, dicts, numbers and strings; refuse everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
 
 
 def kept(rows: Sequence[dict[str, Any]], last: int = LAST) -> list[dict[str, Any]]:
-    """The last rows, and what of those before tells who waits for whom.
+    """Last rows, and the earlier ones that show which rank waits for which.
 
-    The oldest that are not completed, and the last of each group.
+    These are the oldest uncompleted rows, and the last of each group.
     """
     before, after = list(rows[:-last]), list(rows[-last:])
     ends = {row.get("group"): number for number, row in enumerate(before)}
@@ -96,14 +96,14 @@ def kept(rows: Sequence[dict[str, Any]], last: int = LAST) -> list[dict[str, Any
 
 
 def entries(dumped: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Plain rows of a recorder's dump, oldest first; None where it tells nothing.
+    """Plain rows of a recorder's dump, oldest first; fields that it lacks are None.
 
-    seq, p2p_seq: numbers in the group, of collectives and of sends and receives; id: in the
-    recorder. op: as recorded, "nccl:all_reduce". p2p: a send or a receive. state: "scheduled",
-    "started" (on the device) or "completed". group, desc: the group's name and what it is for.
-    ranks: its members, absent where not told. sizes, out_sizes, dtypes: of inputs, outputs and
-    inputs. frames: innermost first, torch.distributed's left out. retired: the recorder watches it
-    no more. created_ns, started_ns: time of day. timeout_ms.
+    seq, p2p_seq: numbers in the group, of collectives and of sends and receives; id: number in the
+    recorder. op: as recorded, "nccl:all_reduce". p2p: True for a send or a receive. state:
+    "scheduled", "started" (on the device) or "completed". group, desc: the group's name and
+    purpose. ranks: its members, absent if unknown. sizes, out_sizes, dtypes: of inputs, outputs and
+    inputs. frames: innermost first, without those of torch.distributed. retired: the recorder no
+    longer watches it. created_ns, started_ns: time of day. timeout_ms.
     """
     status, groups = dumped.get("pg_status") or {}, dumped.get("pg_config") or {}
     members = {str(name): _listed(group.get("ranks")) for name, group in groups.items()}
@@ -113,7 +113,7 @@ def entries(dumped: Mapping[str, Any]) -> list[dict[str, Any]]:
     for row in rows:
         together.setdefault((row["group"], row["p2p"], row["seq"], row["p2p_seq"]), []).append(row)
     for same in together.values():
-        # of calls that were made as one only the last, which stands for all, is ever completed
+        # of coalesced calls only the last, which represents all, is ever completed
         if "coalesced" in str(same[-1]["op"]):
             for row in same:
                 row |= {"state": same[-1]["state"], "retired": same[-1]["retired"]}
@@ -128,13 +128,13 @@ def entries(dumped: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def everybody(dumped: Mapping[str, Any]) -> list[int]:
-    """Every rank that a dump's groups name."""
+    """Ranks that a dump's groups name, sorted."""
     told = [_listed(one.get("ranks")) for one in (dumped.get("pg_config") or {}).values()]
     return sorted({rank for ranks in told for rank in ranks})
 
 
 def _listed(told: Any) -> list[int]:
-    """Ranks, of "[0, 1]" or of a list."""
+    """Ranks from a string like "[0, 1]" or from a list."""
     with contextlib.suppress(ValueError, TypeError):
         return [int(rank) for rank in (json.loads(told) if isinstance(told, str) else told)]
     return []
@@ -149,8 +149,8 @@ def _row(
     sequence = entry.get("collective_seq_id", entry.get("seq_id"))
     state, retired, op = entry.get("state"), entry.get("retired"), entry.get("profiling_name")
     if str(op).startswith("gloo:"):
-        # gloo says "scheduled" for good. Numbers of groups in `pg_status` hold in this process
-        # alone, and an entry has the same.
+        # gloo leaves the state at "scheduled". Group numbers in `pg_status` are local to this
+        # process, and an entry has the same.
         mine = status.get(str(entry.get("pg_id"))) or {}
         over = sequence is not None and sequence <= mine.get("last_completed_collective", -1)
         state = "completed" if retired or (over and not entry.get("is_p2p")) else state
@@ -173,6 +173,6 @@ def _row(
         "created_ns": entry.get("time_created_ns"),
         "started_ns": entry.get("time_discovered_started_ns"),
         "timeout_ms": entry.get("timeout_ms"),
-        # gloo's recorder does not tell them
+        # gloo's recorder does not record them
         **({"ranks": members[str(group[0])]} if members.get(str(group[0])) else {}),
     }

@@ -1,7 +1,7 @@
-"""Where a Python frame stands in its source, and what an expression there names.
+"""Locate a Python frame in its source, and look up the values of expressions there.
 
-Nothing of the program runs: an expression is names, attributes and subscripts, looked up in plain
-dicts, and whatever would call a property or a method of the program has no value here.
+No code of the program runs: an expression is names, attributes and subscripts, looked up in plain
+dicts, and anything that would call a property or a method of the program has no value here.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from types import CodeType, FrameType, MemberDescriptorType, ModuleType
 from typing import Any
 
 _PARSING = threading.Lock()
-NOTHING = object()  # the value of what has none
-BIGGEST = 2**20  # characters of a file that is read
+NOTHING = object()  # value of an expression that has none
+BIGGEST = 2**20  # characters read of a file
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 
 @dataclass
 class Source:
-    """What matters of one function's source, in its order: with statements and method calls."""
+    """With statements and method calls of one function, in source order."""
 
     withs: list[ast.With] = field(default_factory=list)
     calls: list[ast.Call] = field(default_factory=list)  # of X.name(...)
 
 
 def parsed(source: str | bytes) -> ast.Module:
-    """ast.parse, which CPython 3.11 does not do in two threads at once: one has a SystemError.
+    """Call ast.parse, which in CPython 3.11 raises SystemError if two threads run it at once.
 
-    Ours take turns; where it was a thread of the program, it is tried again.
+    A lock serializes our threads; after a collision with a thread of the program it is retried.
     """
     with _PARSING:
         for _ in range(3):
@@ -45,7 +45,7 @@ def parsed(source: str | bytes) -> ast.Module:
 
 
 def source_of(code: CodeType) -> Source:
-    """Empty where its source is not there, or is not that of the code."""
+    """Source of a code object; empty if it is missing or does not match the code."""
     lines = lines_of(code.co_filename)
     first = code.co_firstlineno - 1
     found = Source()
@@ -68,7 +68,7 @@ def source_of(code: CodeType) -> Source:
 
 
 def _own(scope: Any) -> Iterator[ast.AST]:
-    """The nodes of a function or module, without those of functions and classes in it."""
+    """Nodes of a function or module, without those of functions and classes nested in it."""
     waiting = list(scope.body)
     for node in waiting:  # which grows
         if not isinstance(node, Scope):
@@ -78,7 +78,7 @@ def _own(scope: Any) -> Iterator[ast.AST]:
 
 def lines_of(name: str) -> list[str]:
     cached = linecache.cache.get(name, ())
-    if len(cached) == 4:  # as a notebook's cells are, which have no file
+    if len(cached) == 4:  # for example a notebook's cells, which have no file
         return list(cached[2])
     with open(name, encoding="utf-8", errors="replace") as file:
         return file.read(BIGGEST).splitlines(keepends=True)
@@ -86,14 +86,14 @@ def lines_of(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Place:
-    """The instruction at which a frame stands. Lines are all that Python 3.10 tells."""
+    """Current instruction of a frame. Python 3.10 provides line numbers alone."""
 
     line: int
     enters: bool  # it enters a with statement
     calls: bool
     start: tuple[int, int] | None  # (line, column) of its source
     end: tuple[int, int] | None
-    nth: int  # of the enterings in this line
+    nth: int  # index among the items entered on this line
 
 
 def place(frame: FrameType) -> Place:
@@ -122,7 +122,7 @@ def place(frame: FrameType) -> Place:
 
 
 def entering(source: Source, at: Place) -> tuple[ast.With, int] | None:
-    """The with statement, and its item, that is being entered."""
+    """With statement that is being entered, and the index of its item; None if there is none."""
     if not at.enters:
         return None
     found = [w for w in source.withs if w.lineno <= at.line <= _header_end(w)]
@@ -137,7 +137,7 @@ def entering(source: Source, at: Place) -> tuple[ast.With, int] | None:
 
 
 def calling(source: Source, at: Place) -> ast.Call | None:
-    """The method call in which it is; of one line, and one name, where only lines are known."""
+    """Method call in progress; where only lines are known, the only call on the line, else None."""
     if not at.calls:
         return None
     if at.end is not None:
@@ -152,7 +152,7 @@ def _header_end(node: ast.With) -> int:
 
 
 def within(node: ast.With, at: Place) -> bool:
-    """Whether the frame is in the statement's body."""
+    """True if the frame is in the statement's body."""
     first, last = node.body[0], node.body[-1]
     if not first.lineno <= at.line <= (last.end_lineno or 0):
         return False
@@ -162,7 +162,7 @@ def within(node: ast.With, at: Place) -> bool:
 
 
 def value(node: ast.expr, frame: FrameType) -> Any:
-    """What the expression names in the frame; NOTHING where that cannot be said safely."""
+    """Value of the expression in the frame; NOTHING if it cannot be looked up safely."""
     if isinstance(node, ast.Name):
         for names in (frame.f_locals, frame.f_globals):
             if node.id in names:
@@ -181,7 +181,7 @@ def value(node: ast.expr, frame: FrameType) -> Any:
 
 
 def attribute(held: Any, name: str) -> Any:
-    """held.name, where it lies in a dict or a slot."""
+    """Value of held.name if it is in a dict or a slot; NOTHING if there is none."""
     if held is NOTHING:
         return NOTHING
     if isinstance(held, ModuleType):

@@ -1,7 +1,7 @@
-"""Who holds what on this machine: ends of pipes, files, sockets, memory that is shared, locks.
+"""Holders of this machine's resources: pipe ends, files, sockets, shared memory, locks.
 
-Each list is read once for a snapshot, where somebody first asks for it. A process that may not be
-read is remembered as one that could hold anything.
+Each list is read once per snapshot, on first access. A process that may not be read is recorded as
+one that could hold anything.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _DELETED = " (deleted)"
 
 
 class Holders:
-    """What the processes of this machine held at one moment; `family` are those that matter."""
+    """Resources that this machine's processes held at one moment; `family`: the relevant pids."""
 
     def __init__(self, family: Collection[int]) -> None:
         self.family = set(family)
-        self.refused: set[int] = set()  # whose descriptors may not be read
+        self.refused: set[int] = set()  # pids whose descriptors or mappings may not be read
 
     @cached_property
     def pids(self) -> list[int]:
@@ -30,7 +30,7 @@ class Holders:
 
     @cached_property
     def _links(self) -> dict[str, list[Holder]]:
-        """What a descriptor leads to, as "pipe:[12]": who has it open."""
+        """{link of a descriptor, such as "pipe:[12]": holders that have it open}."""
         found = defaultdict(list)
         for pid in self.pids:
             folder = f"/proc/{pid}/fd"
@@ -47,18 +47,18 @@ class Holders:
         return found
 
     def of(self, link: str) -> list[Holder]:
-        """Who has open what a descriptor's link names: "pipe:[12]", "socket:[34]"."""
+        """Holders of the object that a descriptor's link names: "pipe:[12]", "socket:[34]"."""
         return self._links.get(link, [])
 
     def has_open(self, pid: int, beginnings: tuple[str, ...]) -> bool:
-        """Whether a process has anything open whose link begins so."""
+        """True if a process has a descriptor open whose link starts with one of `beginnings`."""
         return any(
             link.startswith(beginnings) and any(holder == pid for holder, _ in holders)
             for link, holders in self._links.items()
         )
 
     def of_file(self, device: int, inode: int) -> list[Holder]:
-        """Who has a file open that may go by several names."""
+        """Holders of an open file, found by inode since it may have several names."""
         return self._files.get((device, inode), [])
 
     @cached_property
@@ -87,9 +87,9 @@ class Holders:
         return found
 
     def mapped(self, pid: int, address: int) -> tuple[str, str, str] | None:
-        """(flags, "dev inode", name) of the mapping of a process that holds an address.
+        """(flags, "dev inode", name) of the mapping of a process that contains an address.
 
-        Raises OSError where its mappings may not be read.
+        Raises OSError if its mappings may not be read.
         """
         with open(f"/proc/{pid}/maps", errors="replace") as file:
             for line in file:
@@ -100,11 +100,11 @@ class Holders:
         return None
 
     def mappers(self, key: str) -> list[int]:
-        """The processes that have a file mapped, or memory that is shared without a name."""
+        """Processes that map a file or anonymous shared memory with this "dev inode"."""
         return [pid for pid, text in self._maps.items() if f" {key} " in text]
 
     def lock(self, pid: int, inode: int) -> list[int]:
-        """Who holds the lock of a file for which a process waits; -1: the kernel does not say who.
+        """Pids that hold the file lock for which a process waits; -1: the kernel names no holder.
 
         Raises OSError.
         """
@@ -119,7 +119,7 @@ class Holders:
         return sorted(found)
 
     def _lockers(self, words: list[str]) -> list[int]:
-        """FLOCK and OFD locks live as long as any descriptor that shares the open file."""
+        """Pids that hold a lock; FLOCK and OFD locks belong to all that share the open file."""
         kind, pid, inode = words[0], int(words[3]), int(words[4].split(":")[2])
         if kind == "POSIX":
             return [pid if pid > 0 else -1]
@@ -134,12 +134,12 @@ class Holders:
         return sorted(sharing) or [pid if pid in self.pids else -1]
 
     def unread(self) -> set[int]:
-        """Of the family, those whose descriptors or memory may not be read."""
+        """Pids of the family whose descriptors or memory may not be read."""
         return self.refused & self.family
 
 
 def fdinfo(pid: int, fd: int) -> dict[str, list[str]]:
-    """What /proc tells of a descriptor: name of a line and what follows, {} where it is refused."""
+    """Lines of a descriptor's fdinfo in /proc, {name: values}; {} if it may not be read."""
     found: dict[str, list[str]] = defaultdict(list)
     with contextlib.suppress(OSError), open(f"/proc/{pid}/fdinfo/{fd}") as file:
         for line in file:
@@ -149,11 +149,11 @@ def fdinfo(pid: int, fd: int) -> dict[str, list[str]]:
 
 
 def access(pid: int, fd: int) -> int | None:
-    """os.O_RDONLY, O_WRONLY or O_RDWR as the descriptor was opened, None where not told."""
+    """Access mode of a descriptor: os.O_RDONLY, O_WRONLY or O_RDWR; None if unknown."""
     told = fdinfo(pid, fd).get("flags")
     return int(told[0], 8) & os.O_ACCMODE if told else None
 
 
 def file_name(link: str) -> str:
-    """A link of a descriptor, as a reader wants it."""
+    """Link of a descriptor, without " (deleted)"."""
     return re.sub(r"\s*\(deleted\)$", "", link) if link.endswith(_DELETED) else link

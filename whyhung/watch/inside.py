@@ -1,14 +1,14 @@
-"""What runs within an unmodified training program, and who of its processes is which rank.
+"""Code that runs within an unmodified training program, and finds which process is which rank.
 
 `environment` makes every Python process started below load hook/sitecustomize.py, which calls
 `loaded` when torch has been imported. A process then counts its progress at once, unless it is a
-child of a process that does: of multiprocessing, or of a rank whose RANK it inherits, or of one
-that has made a step. Such a child counts from when it joins a process group, or calls backward
-while nobody above has. Each leaves progress-PID.bin, who-PID.json and, when asked, its answers.
+multiprocessing child, or a descendant of a counting process whose RANK it inherits or that has
+begun its steps. Such a child counts once it joins a process group, or calls backward while no
+ancestor has. Each writes progress-PID.bin, who-PID.json and, on request, its answers.
 
-The main thread is the program's, and so is whatever a handler of a signal raises there. What could
-fail runs in a thread of ours for which it waits (`progress.aside`); what runs at a fork or an exit,
-where Python would lose such an exception, is C.
+The main thread belongs to the program, and so does any exception that a signal handler raises
+there. Code that could fail runs in a thread of ours for which it waits (`progress.aside`); code
+that runs at a fork or an exit, where Python would lose such an exception, is C.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from whyhung.watch.evidence import PHASES
 from whyhung.watch.progress import Progress
 
 FOLDER = "NSA_WATCH_FOLDER"
-ABOVE = "NSA_WATCH_ABOVE"  # those above that count: "PID:RANK:LOCAL_RANK ..."
+ABOVE = "NSA_WATCH_ABOVE"  # ancestors that count: "PID:RANK:LOCAL_RANK ..."
 HOOK = Path(__file__).resolve().with_name("hook")
 RECORDER_SIZES = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"  # two names for one thing
 
 
 def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
-    """`base`, with which every Python process below is watched from inside, into `folder`.
+    """Extend `base` so that every Python process below is watched from inside, into `folder`.
 
-    What the user has set stays.
+    Variables that the user has set are kept.
     """
     given = [place for place in base.get("PYTHONPATH", "").split(os.pathsep) if place != str(HOOK)]
     paths = os.pathsep.join([str(HOOK), *given] if any(given) else [str(HOOK)])
     ours = dict(flight_recorder.ENVIRONMENT)
-    del ours[RECORDER_SIZES[1]]  # newer versions of torch warn of it
+    del ours[RECORDER_SIZES[1]]  # newer versions of torch warn about it
     if RECORDER_SIZES[1] in base:
         del ours[RECORDER_SIZES[0]]
     kept = {name: value for name, value in base.items() if name != ABOVE}
@@ -50,9 +50,9 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def begin(folder: Path, key: int | None = None) -> Progress:
-    """Counts this process, whose torch is there, from now on: its steps by its first optimizer.
+    """Begin to count this process, which has imported torch: its steps by its first optimizer.
 
-    Leaves progress-KEY.bin and answers in `folder`; the key is the process's number, or a rank.
+    Writes progress-KEY.bin and answers to `folder`; the key is the pid, or a rank.
     """
     counted = Progress(folder / f"progress-{os.getpid() if key is None else key}.bin", lasting=True)
     counted.attach(steps=True)
@@ -60,11 +60,11 @@ def begin(folder: Path, key: int | None = None) -> Progress:
 
 
 def ranks(folder: Path, lives: Callable[[int], bool] = lambda _: True) -> dict[int, dict[str, Any]]:
-    """Of the processes that count in `folder`, those that are ranks: what who-PID.json says.
+    """{rank: contents of its who-PID.json} for the processes that count in `folder`.
 
-    A rank is who has RANK in its environment, or has joined a process group; not a launcher above
-    such a one. Where there is none, rank 0 is the living process that began its steps first, before
-    that the first to end a module's forward, before that the first.
+    A rank is a process that has RANK in its environment, or has joined a process group, but not a
+    launcher above one. Without any, rank 0 is the living process that began its steps first; if
+    none has, the first started of those that ended a module's forward, else the first started.
     """
     every = [who for file in folder.glob("who-*.json") if (who := child.read(file))]
     living = [who for who in every if lives(who["pid"])]
@@ -72,7 +72,7 @@ def ranks(folder: Path, lives: Callable[[int], bool] = lambda _: True) -> dict[i
     told = [who for who in every if who["rank"] is not None]
     told = [who for who in told if who["group"] or who["pid"] not in above]
     parents = {who["parent"] for who in told if who in living}
-    if parents:  # those of an earlier launch have gone
+    if parents:  # ranks of an earlier launch have ended
         told = [who for who in told if who["parent"] in parents]
     if told:
         told.sort(key=lambda who: (who in living, who["group"], who["started"]))
@@ -87,7 +87,7 @@ def ranks(folder: Path, lives: Callable[[int], bool] = lambda _: True) -> dict[i
 
 
 class _This:
-    """What this process knows of itself."""
+    """State of this process."""
 
     folder: Path
     progress: Progress | None = None
@@ -96,7 +96,7 @@ class _This:
 
 
 def loaded() -> None:
-    """torch has been imported in a process of `environment`. Called in a thread of ours."""
+    """Start watching: torch is imported in a process of `environment`. Called in our thread."""
     from whyhung.watch.counting import in_place_of
 
     family.let_others_look(children=True)
@@ -116,13 +116,13 @@ def loaded() -> None:
     for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
         if hasattr(sys.modules.get(name), "init_process_group"):
             in_place_of(sys.modules[name], "init_process_group", _joining)
-    # A forked child counts nothing of its parent: `progress` has seen to that.
+    # A forked child counts nothing for its parent: `progress` ensures that.
     for name, value in {"progress": None, "rank": None, "group": False, "waits": True}.items():
         os.register_at_fork(after_in_child=partial(setattr, _This, name, value))
 
 
 def _above() -> list[list[str]]:
-    """pid, RANK and LOCAL_RANK of each process above that counts, the nearest last."""
+    """[pid, RANK, LOCAL_RANK] of each ancestor that counts, the nearest last."""
     entries = [entry.split(":") for entry in os.environ.get(ABOVE, "").split()]
     return [entry for entry in entries if entry[0] != str(os.getpid())]
 
@@ -142,7 +142,7 @@ def _above_has_begun() -> bool:
 
 
 def _count() -> None:
-    """This process counts from now on, and says who it is to those outside and below."""
+    """Begin to count in this process, and publish its identity to observers and descendants."""
     progress.unhook_parents()
     _This.progress, _This.waits = begin(_This.folder), False
     place = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK")]
@@ -175,7 +175,7 @@ def _say() -> None:
 
 
 def _first(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """backward, of which the first makes a process count, unless one above has begun before."""
+    """Wrap backward: its first call makes a process count, unless an ancestor has begun steps."""
     from whyhung.watch.counting import is_compiling, raise_on
 
     def late() -> None:
@@ -198,7 +198,7 @@ def _first(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _joining(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """init_process_group, which makes a process a rank."""
+    """Wrap init_process_group, which makes a process a rank."""
     from whyhung.watch.counting import raise_on
 
     def joining(*args: Any, **options: Any) -> Any:

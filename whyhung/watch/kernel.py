@@ -1,7 +1,7 @@
-"""A program's processes and threads as the kernel tells of them, and for what each waits.
+"""A program's processes and threads as reported by the kernel, with the wait of each thread.
 
-Read from /proc, from outside, and without the program's help. Processes may end meanwhile, belong
-to somebody else, or refuse: then their `message` says what is missing and what would help.
+Read from /proc, from outside, and without the program's help. If a process ends meanwhile, belongs
+to another user, or may not be read, its `message` says what is missing and what would help.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from whyhung.watch.waits import Reader, refused, stopped
 
 # Names of this project's own threads in a program.
 OURS = ("nsa:progress", "nsa:device use", "nsa:SIGUSR1", "nsa:heartbeat")
-STRANGER = -1  # `of` a process outside the family that the family waits for, or was started by
+STRANGER = -1  # `of` for a process outside the family that it waits for, or was started by
 MOST = 256  # threads of a process whose waits are read
-SYSCALL = "syscall"  # beside stat, where the kernel was built to tell
+SYSCALL = "syscall"  # next to stat, if the kernel was built with it
 TRIAL = "the trial's process"
 _ALARMS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
-_YOUNG_S = 10.0  # a process so young may still take over another program, and its environment
+_YOUNG_S = 10.0  # a younger process may still exec another program, with another environment
 _NAME = 60
 _MIB = 2**20
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGESIZE")
@@ -39,14 +39,14 @@ HELP = (
     "run as root, with CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE), or, for programs of the "
     "same user, after `sysctl kernel.yama.ptrace_scope=0`"
 )
-_carries: dict[tuple[int, int, str], bool] = {}  # whether a process has a cookie: it never changes
+_carries: dict[tuple[int, int, str], bool] = {}  # True if a process has a cookie: it never changes
 
 
 def family(ranks: dict[int, int], cookie: str = "") -> list[Process]:
-    """The processes of these ranks (rank: pid) and all below them, without their threads.
+    """Processes of these ranks (rank: pid) and their descendants, without their threads.
 
-    With a cookie of `process.family` also those that carry it and have lost their parent; whoever
-    started the ranks is one of those, and belongs to none (`of` is STRANGER). Never this process.
+    With a cookie of `process.family`, also processes that carry it and have lost their parent; the
+    one that started the ranks is included, with `of` = STRANGER. This process never is.
     """
     seen = _listing()
     parents = {pid: int(fields[1]) for pid, fields in seen.items()}
@@ -80,10 +80,10 @@ def snapshot(
     p: dict[int, P] | None = None,
     ours: Collection[str] = OURS,
 ) -> Snapshot:
-    """The family with every thread and its wait, and without stacks: `looks.with_stacks` adds them.
+    """Snapshot of the family with all threads and waits; `looks.with_stacks` adds the stacks.
 
-    Processes outside the family that it waits for are in it too, with `of` = STRANGER. All waits
-    held at one moment: that of a thread which went on meanwhile is marked as `outside`.
+    Processes outside the family that it waits for are included, with `of` = STRANGER. All waits
+    held at the same moment: the wait of a thread that went on meanwhile is marked as `outside`.
     """
     listed = family(ranks, cookie)
     holders = Holders([process.pid for process in listed])
@@ -107,7 +107,7 @@ def snapshot(
 
 
 class _Reading:
-    """What the processes of one snapshot have in common."""
+    """Data shared by the processes of one snapshot."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class _Reading:
     ) -> None:
         self._holders, self._names, self._ours = holders, names, ours
         self._parents, self._sockets = parents, {}
-        self._switches: dict[tuple[int, int], str] = {}  # how often a thread had begun to sleep
+        self._switches: dict[tuple[int, int], str] = {}  # context switches when it was read
 
     def complete(self, process: Process) -> Process:
-        """The process with its threads, as long as it is still the same."""
+        """Process with its threads; state "" and a message if it ended while it was read."""
         if process.state in ("Z", ""):
             return process
         pid, said = process.pid, []
@@ -133,7 +133,7 @@ class _Reading:
                 told = self._switches[pid, tid] = _switches(pid, tid)
                 deep = len(threads) < MOST
                 threads.append(_thread(reader, tid, self._ours, said, deep, told))
-        # When an alarm is set, and who may send a signal that wakes the program, nobody tells.
+        # It is unknown when an alarm will fire, and which process may send a signal.
         if what := _catches(pid, ours=process.name.startswith(TRIAL)):
             threads = [_could_go_on(x, f"{what} of its program could end that") for x in threads]
         if _started(pid) != process.started:
@@ -142,13 +142,13 @@ class _Reading:
             said.append(f"it has {len(threads)} threads: the waits of {MOST} were read")
         message = "; ".join(dict.fromkeys(said))
         moved = process.io_bytes
-        if any(thread.ours for thread in threads):  # what they write is no work of the program
+        if any(thread.ours for thread in threads):  # their writes are no work of the program
             others = [thread.tid for thread in threads if not thread.ours]
             moved = sum(_io_bytes(f"{pid}/task/{tid}") for tid in others)
         return replace(process, threads=tuple(threads), message=message, io_bytes=moved)
 
     def settled(self, process: Process) -> Process:
-        """Called when all have been read: what slept all the while did so at one moment."""
+        """Mark waits of threads that went on since they were read; call after reading all."""
         threads = list(process.threads)
         for at, thread in enumerate(threads):
             key = process.pid, thread.tid
@@ -162,7 +162,7 @@ class _Reading:
         return f"process {pid} ({self._names[pid]})" if self._names[pid] else f"process {pid}"
 
     def _sockets_of(self, pid: int) -> Sockets:
-        """One list for all that share a network namespace."""
+        """Sockets of a process, shared by all processes of its network namespace."""
         try:
             space = os.readlink(f"/proc/{pid}/ns/net")
         except OSError:
@@ -190,7 +190,7 @@ def _thread(
 
 
 def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str]) -> Wait | None:
-    """None for a thread that went on while it was read, which is no wait."""
+    """Wait of a thread; None if it went on while it was read."""
     if state in "Tt":
         status = (folder / "status").read_text(errors="replace")
         tracer = re.search(r"TracerPid:\s*(\d+)", status)
@@ -221,7 +221,7 @@ def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str])
 
 
 def _listing() -> dict[int, list[str]]:
-    """Of every process of this machine what /proc/PID/stat says, except those that have ended."""
+    """{pid: fields of /proc/PID/stat} of every process of this machine that has not ended."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -237,7 +237,7 @@ def _listing() -> dict[int, list[str]]:
 
 
 def _above(pid: int, parents: dict[int, int]) -> Iterator[int]:
-    """Its parent, the parent of that, and so on."""
+    """Ancestors of a process, the nearest first."""
     while (pid := parents.get(pid, 0)) > 0:
         yield pid
 
@@ -266,7 +266,7 @@ def _rank_of(pid: int, ranks: dict[int, int]) -> int:
 
 
 def environ(pid: int) -> list[bytes]:
-    """NAME=VALUE of all that a process was started with; empty where that may not be read."""
+    """Initial environment of a process as NAME=VALUE entries; empty if it may not be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")
@@ -286,14 +286,14 @@ def _process(pid: int, fields: list[str], of: int, rank: int | None) -> Process:
 
 
 def _io_bytes(pid: int | str) -> int:
-    """What it, or one thread of it, read and wrote by any call; 0 where that may not be read."""
+    """Bytes that a process or one of its threads read and wrote by any call; 0 if unreadable."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/io") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
     return 0
 
 
 def _named(pid: int, state: str) -> str:
-    """Its command in a few words; the name that the kernel has for one without."""
+    """Short command line of a process; the kernel's name for it if it has none."""
     folder = f"/proc/{pid}"
     try:
         with open(f"{folder}/cmdline", "rb") as file:
@@ -320,7 +320,7 @@ def _named(pid: int, state: str) -> str:
 
 
 def _tids(pid: int) -> list[int]:
-    """Its threads, the main one first; none of a process that is gone."""
+    """Thread ids of a process, the main thread's first; empty if the process is gone."""
     try:
         return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda tid: (tid != pid, tid))
     except OSError:
@@ -335,7 +335,7 @@ def _could_go_on(thread: Thread, why: str) -> Thread:
 
 
 def _catches(pid: int, *, ours: bool) -> str:
-    """What it has handlers for; ours: a trial's, where SIGUSR1 has one that only writes stacks."""
+    """Kind of signal it handles, or ""; ours: a trial, whose SIGUSR1 handler only writes stacks."""
     try:
         with open(f"/proc/{pid}/status", errors="replace") as file:
             caught = next(line for line in file if line.startswith("SigCgt:"))
@@ -349,7 +349,7 @@ def _catches(pid: int, *, ours: bool) -> str:
 
 
 def _switches(pid: int, tid: int) -> str:
-    """How often a thread has been taken from its processor, "" for one that is gone."""
+    """Context switch counts of a thread, as lines of its status; "" if it is gone."""
     try:
         with open(f"/proc/{pid}/task/{tid}/status", errors="replace") as file:
             return " ".join(line for line in file if "_ctxt_switches" in line)

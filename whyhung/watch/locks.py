@@ -1,7 +1,7 @@
-"""For which Python lock each thread of this process waits, and who holds it.
+"""Python lock for which each thread of this process waits, and the thread that holds it.
 
 Read from the frames of all threads and the source of their functions, by a thread of the process
-that takes no lock and runs nothing of the program.
+that acquires no lock and runs no code of the program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Stack = list[FrameType]
 
 
 def write(folder: Path, key: int | str) -> None:
-    """Leaves locks-KEY.json, {"waits", "stacks", "errors", "seconds"}, in `folder`."""
+    """Write locks-KEY.json, {"waits", "stacks", "errors", "seconds"}, to `folder`."""
     began = time.monotonic()
     reading = _Reading()
     content = {"waits": reading.waits(), "stacks": reading.stacks(), "errors": reading.errors}
@@ -44,19 +44,19 @@ def write(folder: Path, key: int | str) -> None:
 
 
 def waits() -> list[dict[str, Any]]:
-    """One for each thread that waits for something of Python's, within half a second.
+    """One row per thread that waits for a Python object, computed within half a second.
 
-    tid and thread, its name; line, "file:line function" that waits; what, the kind of what it waits
-    for, and name, the expression for it in the source; timed, whether it will give up by itself;
-    holders, tids of those that hold it, or that will end it where only they can, and held_at, where
-    those stand that hold it; by, how they were found, and sure, whether that leaves no doubt. No
-    holders: nobody was found, which does not mean that there is none.
+    tid and thread, its name; line, "file:line function" that waits; what, the kind of the awaited
+    object, and name, the expression for it in the source; timed, True if the wait has a timeout;
+    holders, tids of threads that hold it, or that alone can end the wait, and held_at, the lines
+    of the holders; by, how they were found, and sure, True if that is certain. Empty holders: none
+    was found, which does not mean that there is none.
     """
     return _Reading().waits()
 
 
 class _Reading:
-    """One look at all threads."""
+    """One observation of all threads."""
 
     def __init__(self) -> None:
         self._end = time.monotonic() + MOST_S
@@ -93,7 +93,7 @@ class _Reading:
         return [self._told(ident, wait) for ident, wait in still]
 
     def stacks(self) -> dict[int, list[str]]:
-        """{tid: frames, innermost first}, as they were when this look began."""
+        """{tid: frames, innermost first}, as they were when this observation began."""
         return {
             self._tid(ident): [_line(frame) for frame in stack]
             for ident, stack in self._stacks.items()
@@ -101,14 +101,14 @@ class _Reading:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Goes on with other threads where one cannot be read."""
+        """Record an error and go on with other threads if one cannot be read."""
         try:
             yield
         except Exception as error:
             self.errors.append(f"{type(error).__name__}: {error}")
 
     def _stands(self, ident: int, frame: FrameType | None) -> bool:
-        """Whether the thread is where it was when this look began."""
+        """True if the thread is where it was when this observation began."""
         return frame is self._stacks[ident][0] and frame.f_lasti == self._at[ident]
 
     def _told(self, ident: int, wait: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class _Reading:
         return named | wait | {"holders": tids, "held_at": wait.pop("held_at", None) or at}
 
     def _tid(self, ident: int) -> int:
-        """As the kernel numbers it; 0 of a thread that Python did not start."""
+        """Kernel thread id; 0 for a thread that Python did not start."""
         if ident == threading.main_thread().ident:
             return os.getpid()
         return _held(self._threads.get(ident), "_native_id") or 0
@@ -136,10 +136,10 @@ class _Reading:
                 self._sources[code] = frames.source_of(code)
         return self._sources[code]
 
-    # for what a thread waits
+    # waits
 
     def _wait(self, stack: Stack) -> dict[str, Any] | None:
-        """None where it waits for nothing that is known here."""
+        """Wait of a thread; None if it waits for no object of a known kind."""
         if _module(stack[0]) not in LIBRARY:
             return self._of_program(stack)
         library = []
@@ -192,7 +192,7 @@ class _Reading:
         return wait
 
     def _of_program(self, stack: Stack) -> dict[str, Any] | None:
-        """With a lock written in C, the program's own frame is the innermost."""
+        """Wait for a lock written in C, where the program's own frame is the innermost."""
         frame, source, at = stack[0], self._source(stack[0]), frames.place(stack[0])
         wait = {"line": _line(frame), "timed": False, "held_by": [], "by": "", "sure": True}
         if (entered := frames.entering(source, at)) is not None:
@@ -217,7 +217,7 @@ class _Reading:
         return None
 
     def _expression(self, frame: FrameType) -> str:
-        """Of what a method runs in the frame, or what it enters."""
+        """Expression whose method the frame calls, or which it enters; "" if neither."""
         source, at = self._source(frame), frames.place(frame)
         if (entered := frames.entering(source, at)) is not None:
             return ast.unparse(entered[0].items[entered[1]].context_expr)
@@ -229,7 +229,7 @@ class _Reading:
             return frames.lines_of(frame.f_code.co_filename)[frame.f_lineno - 1]
         return ""
 
-    # who holds it
+    # holders
 
     def _find_holders(self, wait: dict[str, Any]) -> None:
         core = wait["object"]
@@ -246,7 +246,7 @@ class _Reading:
             wait |= {"by": found[0].how, "sure": found[0].sure}
 
     def _all_held(self) -> list[_Held]:
-        """All locks that frames can be seen to hold."""
+        """Locks that the frames of all threads visibly hold."""
         if self._held is None:
             self._held = []
             for ident, stack in self._stacks.items():
@@ -262,7 +262,7 @@ class _Reading:
         return self._held
 
     def _holds(self, frame: FrameType) -> Iterator[tuple[Any, str, bool]]:
-        """Each lock that this frame holds, how that is known, and whether surely."""
+        """(lock, how it was found, True if certain) for each lock that this frame holds."""
         source = self._source(frame)
         calls = [c for c in source.calls if _method(c) in ("acquire", "release")]
         if not source.withs and not calls:
@@ -316,13 +316,13 @@ def _line(frame: FrameType) -> str:
 
 
 def _held(held: Any, name: str) -> Any:
-    """An attribute of an object of the standard library; None where it has none."""
+    """Attribute of an object of the standard library; None if it has none."""
     found = frames.attribute(held, name)
     return None if found is NOTHING else found
 
 
 def _core(held: Any) -> Any:
-    """What is locked when `held` is: a condition's lock, a semaphore of processes; or None."""
+    """Underlying lock of `held`: a condition's lock, a multiprocessing semaphore; or None."""
     if type(held) in (LOCK, RLOCK):
         return held
     module = type(held).__module__
@@ -334,7 +334,7 @@ def _core(held: Any) -> Any:
 
 
 def _owner(lock: Any) -> int | None:
-    """The ident of the thread that an RLock says holds it."""
+    """Ident of the thread that owns an RLock; None if it is free or another kind of lock."""
     if type(lock) is RLOCK:
         found = _OWNER.search(RLOCK.__repr__(lock))
         return int(found[1]) or None if found else None
@@ -348,7 +348,7 @@ def _free(lock: Any) -> bool:
 
 
 def _waited_on(frame: FrameType) -> Any:
-    """The lock that a condition's wait() in this frame has let go of."""
+    """Lock that a condition's wait() in this frame has released; None if there is none."""
     if _module(frame) != "threading" or frame.f_code.co_name != "wait":
         return None
     return _core(frame.f_locals.get("self"))

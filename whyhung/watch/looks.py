@@ -1,7 +1,7 @@
-"""What a trial's processes and GPUs are doing, seen from outside.
+"""Activity of a trial's processes, observed from outside.
 
-Stacks of every thread come from py-spy where it may look, and go onto the threads of a snapshot
-that `kernel` took; elsewhere a process that counts its progress tells its own (watch.locks).
+Stacks of every thread come from py-spy where it is permitted, and are added to the threads of a
+snapshot from `kernel`; elsewhere a process that counts its progress reports its own (watch.locks).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
 MANY = 100  # threads: to stop so many takes 100 ms
 PY_SPY_S, NATIVE_S = 8.0, 30.0  # reading the symbols of large libraries takes long
 GIL_S = 0.005  # the interpreter's own switch interval
-AT_ONCE = 4  # processes that are looked at
-LONGER = 8  # asks of py-spy for the longest locals that it shows, some 500 characters
+AT_ONCE = 4  # processes that are read in parallel
+LONGER = 8  # --locals options, for the longest locals that py-spy shows, some 500 characters
 
 
 def with_stacks(
@@ -40,10 +40,10 @@ def with_stacks(
     native: bool = False,
     ours: Collection[str] = kernel.OURS,
 ) -> Snapshot:
-    """The snapshot with what py-spy sees of each process of the family that runs Python.
+    """Add py-spy's stacks to each process of the snapshot's family that runs Python.
 
-    locals: `Thread.visible` too, as `visible.digest` has it. native: names of C functions of the
-    ranks as well, which stops these for longer. Why one has no stacks is added to its message.
+    locals: also set `Thread.visible`, by `visible.digest`. native: also names of C functions in the
+    ranks, which stops these for longer. If a process has no stacks, its message gets the reason.
     """
     asked = [x for x in snapshot.processes if x.of != kernel.STRANGER and runs_python(x.pid)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -55,7 +55,7 @@ def with_stacks(
     for process in snapshot.processes:
         found, why = answers.get(process.pid, ([], ""))
         if found and procfs.lives(process.pid, process.started):
-            # Of a forked worker the code is as old as its rank's.
+            # A forked worker's code is as old as its rank's.
             oldest = min(x.started for x in snapshot.processes if x.of == process.of)
             process = _merged(process, found, ours, _moment(oldest))
         why = why or ("" if found or process.pid not in answers else "py-spy saw no thread")
@@ -65,7 +65,7 @@ def with_stacks(
 
 
 def runs_python(pid: int) -> bool:
-    """Whether it is an interpreter, or has one loaded. Not told of a process gone, or refused."""
+    """True if it is an interpreter, or has one loaded; False if it is gone or may not be read."""
     with suppress(OSError):
         if os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy")):
             return True
@@ -76,7 +76,7 @@ def runs_python(pid: int) -> bool:
 def py_spy(
     pid: int, *, locals: bool = False, native: bool = False
 ) -> tuple[list[dict[str, Any]], str]:
-    """(its threads as py-spy's JSON has them, ""), or ([], why not).
+    """(threads in py-spy's JSON format, ""), or ([], reason for the failure).
 
     It needs no help from the process, but ptrace: root, CAP_SYS_PTRACE, or a parent's right.
     """
@@ -90,7 +90,7 @@ def py_spy(
     many = False
     with suppress(OSError):
         many = len(os.listdir(f"/proc/{pid}/task")) > MANY and not native
-    if seen.state in "Tt" or many:  # it could not be stopped for the look, or not for that long
+    if seen.state in "Tt" or many:  # it cannot be stopped for reading, or not for that long
         options = [*options[: LONGER * locals], "--nonblocking"]
     command = [program, "dump", "--json", *options, "--pid", str(pid)]
     within_s = NATIVE_S if native else PY_SPY_S
@@ -118,7 +118,7 @@ def _py_spy() -> str | None:
 
 
 def _moment(started: int) -> float:
-    """The kernel's ticks since it booted as seconds since the epoch."""
+    """Convert the kernel's ticks since boot to seconds since the epoch."""
     booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     return booted + started / os.sysconf("SC_CLK_TCK")
 
@@ -126,14 +126,14 @@ def _moment(started: int) -> float:
 def _merged(
     process: Process, found: list[dict[str, Any]], ours: Collection[str], began: float
 ) -> Process:
-    """Threads that py-spy saw and the kernel did not have begun since, and are left out."""
+    """Add py-spy's data to the threads; those not in the snapshot began later and are omitted."""
     by_tid = {thread.get("os_thread_id"): thread for thread in found}
     threads = []
     for thread in process.threads:
         seen = by_tid.get(thread.tid)
         if seen is not None:
             frames = seen.get("frames", ())
-            # A frame of C has the file that holds it as its module, one of Python has none.
+            # A C frame has its file as module, a Python frame has none.
             python = [frame for frame in frames if not frame.get("module")]
             above = takewhile(lambda frame: frame.get("module"), frames)
             shown = any(frame.get("locals") is not None for frame in python)
@@ -154,13 +154,13 @@ def _merged(
 
 
 def _named(frame: dict[str, Any]) -> str:
-    """A C function's name; of one without a name, as a driver has them, its library's."""
+    """Name of a C function; its library's if it has none, as in drivers."""
     unnamed = frame["name"].startswith("0x")
     return os.path.basename(frame["module"]) if unnamed else frame["name"]
 
 
 def _for_the_gil(pid: int, threads: list[Thread]) -> Iterator[Thread]:
-    """Whoever waits for the GIL asks again every few milliseconds; only its owner can end that."""
+    """Set waits for the GIL: they retry every few milliseconds, and only its owner can end them."""
     owner = next((thread for thread in threads if thread.gil), None)
     for thread in threads:
         wait = thread.wait
@@ -173,10 +173,10 @@ def _for_the_gil(pid: int, threads: list[Thread]) -> Iterator[Thread]:
 
 
 def asked(pid: int, file: Path) -> str:
-    """What faulthandler appends to `file` when the process gets the signal; "" for nothing.
+    """Send SIGUSR1, and return the text that faulthandler appends to `file`; "" for nothing.
 
-    Also while its GIL is held, but not while it is stopped. The process must have registered: else
-    the signal ends it. OSError where there is no process or no file.
+    Works while the GIL is held, but not while the process is stopped. The process must have
+    registered: else the signal ends it. Raises OSError if there is no process or no file.
     """
     before = seen = file.stat().st_size
     os.kill(pid, signal.SIGUSR1)

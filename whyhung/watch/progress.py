@@ -1,8 +1,8 @@
-"""How far a training has come, counted in a file that others can read while it is stuck.
+"""Progress counters of a training, in a file that other processes can read while it is stuck.
 
-The counters live in an mmap, 64 bits each in this machine's order. One process writes, anybody
-reads, and whoever reads needs no word from the process, which may hold the GIL, be stopped, or be
-dead. A stack says where a process is; only counters say whether it moves.
+The counters are in an mmap, 64 bits each in this machine's byte order. One process writes, any may
+read, and reading needs no cooperation from the process, which may hold the GIL, be stopped, or be
+dead. A stack shows where a process is; only counters show whether it moves.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LAYOUT = 2
 
 
 def read(file: str | os.PathLike) -> tuple[P, int]:
-    """(P, beats) out of a file that somebody may be writing; P() and 0 where there is none yet."""
+    """Read (P, beats) from a file that may be written meanwhile; P() and 0 if there is none yet."""
     cells = cells_of(file)
     return (P(), 0) if cells is None else (coordinate(cells), cells[BEATS])
 
 
 def cells_of(file: str | os.PathLike) -> tuple[int, ...] | None:
-    """All counters; None where there are none, or of another layout."""
+    """All counters of a file; None if there are none, or they have another layout."""
     try:
         content = Path(file).read_bytes()
     except OSError:
@@ -52,19 +52,19 @@ def cells_of(file: str | os.PathLike) -> tuple[int, ...] | None:
 
 
 def coordinate(cells: tuple[int, ...]) -> P:
-    """The counters as a progress coordinate."""
+    """Convert the counters to a progress coordinate."""
     return P(cells[STEP], PHASES[cells[PHASE]], *cells[MODULES : ENTERED + 1])
 
 
 def ask(file: str | os.PathLike) -> None:
-    """Asks the process for what only it can tell; answered by its thread, if that gets the GIL."""
+    """Request data that only the process has; its thread answers when it gets the GIL."""
     with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 8 * CELLS) as mapped:
         cells = memoryview(mapped).cast("q")
         cells[ASKED] += 1
         cells.release()
 
 
-# What a thread causes itself stays its own.
+# Signals that a thread causes itself stay its own.
 _NOT_OURS = signal.valid_signals() - {
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT)
 }
@@ -73,9 +73,9 @@ ASIDE_S = 30.0
 
 
 def in_thread(do: Callable[[], Any]) -> Any:
-    """Calls `do` in a thread of ours; returns a lock that is open when it has ended.
+    """Call `do` in a thread of ours; return a lock that is released when it has ended.
 
-    No signal is delivered there, `threading` does not list it, and nobody hears of its errors.
+    No signal is delivered there, `threading` does not list it, and its errors are dropped.
     """
     over = _thread.allocate_lock()
     over.acquire()
@@ -83,7 +83,7 @@ def in_thread(do: Callable[[], Any]) -> Any:
     def run() -> None:
         with contextlib.suppress(Exception):
             signal.pthread_sigmask(signal.SIG_SETMASK, _NOT_OURS)
-            # To those outside, so that they tell this thread from the program's own.
+            # Lets outside observers distinguish this thread from the program's own.
             Path("/proc/thread-self/comm").write_text("nsa:progress")
         with contextlib.suppress(Exception):
             do()
@@ -99,36 +99,36 @@ def in_thread(do: Callable[[], Any]) -> Any:
 
 
 def aside(do: Callable[[], Any]) -> None:
-    """Calls `do` in a thread of ours, and waits for it.
+    """Call `do` in a thread of ours, and wait for it.
 
-    What a handler of a signal raises meanwhile goes to the program, and what `do` raises does not.
+    Exceptions of signal handlers meanwhile reach the program, those of `do` do not.
     """
     in_thread(do).acquire(timeout=ASIDE_S)
 
 
 class Progress:
-    """Counts what a training does into `file`: steps, phases, modules, autograd nodes, events.
+    """Count a training's progress into `file`: steps, phases, modules, autograd nodes, events.
 
-    Give it to a Trainer as an observer; or call `attach`, and it counts whatever this process does,
-    every module's forward, every backward, every optimizer step; or feed it by hand. A step begins
-    with `step`; where nobody calls `phase`, phases are guessed from what is seen.
+    Pass it to a Trainer as an observer; or call `attach` to count all work of this process: every
+    module's forward, every backward, every optimizer step; or call its methods by hand. A step
+    begins with `step`; if `phase` is never called, phases are guessed from the observed calls.
 
-    Two beats a second come from a thread that needs the GIL: it tells a process that computes from
-    one in which C code keeps it. Where there is a process group or a device, another thread reads
-    the group's sequence number and follows the device's events. Neither asks the main thread for
-    anything, and no signal reaches them: what a handler of the program's raises is the program's.
+    Two beats a second come from a thread that needs the GIL, which distinguishes a process that
+    computes from one in which C code keeps the GIL. With a process group or a device, another
+    thread reads the group's sequence number and follows the device's events. Neither needs the main
+    thread, and no signal reaches them: exceptions of the program's handlers stay in the program.
     A forward without modules is not counted.
 
-    Cost, of the host's time: 1 us a module, 2 to 3 where only a model is watched, and up to six
-    times that with cold caches; 5 us each for about 24 nodes of autograd or, where modules lie far
-    apart, 1 us a node and 5 us each for 256 of them; about 1.05 of a step of 22 ms on a CPU (4
-    layers, 256 tokens, processor time).
+    Cost in host time: 1 us per module, 2 to 3 if only a model is watched, and up to six times that
+    with cold caches; 5 us each for about 24 autograd nodes or, if modules are far apart, 1 us per
+    node and 5 us each for 256 of them; about 1.05 times a step of 22 ms on a CPU (4 layers, 256
+    tokens, processor time).
     """
 
     def __init__(self, file: str | os.PathLike, *, lasting: bool = False) -> None:
-        """file: progress-KEY.bin: what it is asked for lies beside it, as flight-KEY.json.
+        """file: progress-KEY.bin; requested data is written next to it, such as flight-KEY.json.
 
-        lasting: `close` does nothing: a trainer must not end what its process counts with.
+        lasting: `close` does nothing, so a trainer cannot end the counting of its whole process.
         """
         self.file, self.lasting = Path(file), lasting
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -140,12 +140,12 @@ class Progress:
         self.cells[PID] = self.pid = os.getpid()
         self.cells[MAIN_THREAD] = threading.main_thread().ident or 0
         self.cells[VERSION] = LAYOUT
-        self.told = False  # somebody names the phases: then none is guessed
+        self.told = False  # phases are set explicitly: then none is guessed
         self.outputs: Any = None  # of modules, while backwards are counted
         self.fine = True  # modules and backwards are counted
         self.passed = 0  # modules of the steps before this one
         self.backwards = 0  # under way or over
-        # Called with each beat; in how many seconds it wants the next, None: EVERY_S.
+        # Called with each beat; returns the seconds until the next one, None: EVERY_S.
         self.pace: Callable[[], float | None] | None = None
         self.firing: list[Any] = []  # of those under way: see whyhung.watch.counting
         self._undo: list[Callable[[], Any]] = []
@@ -158,7 +158,7 @@ class Progress:
         self._threads = [in_thread(self._beat)]
 
     def step(self, number: int) -> None:
-        """A step begins: its modules and nodes are counted from 0."""
+        """Begin a step: its modules and nodes are counted from 0."""
         cells = self.cells
         self.passed += cells[MODULES]
         cells[MODULES] = cells[FIRED] = cells[TOTAL] = 0
@@ -169,9 +169,9 @@ class Progress:
         self.guess("other")
 
     def phase(self, name: str) -> None:
-        """One of PHASES begins. From then on none is guessed from modules and backwards.
+        """Begin one of PHASES. After this call, none is guessed from modules and backwards.
 
-        Raises ValueError for a name that is not known.
+        Raises ValueError for an unknown name.
         """
         if name not in PHASES:
             raise ValueError(f"phase={name!r} is none of {', '.join(PHASES)}")
@@ -179,12 +179,12 @@ class Progress:
         self.enter(name)
 
     def guess(self, name: str) -> None:
-        """`enter`, unless somebody names the phases."""
+        """Call `enter`, unless phases are set explicitly."""
         if not self.told:
             self.enter(name)
 
     def enter(self, name: str) -> None:
-        """`phase`, of which nobody can be sure."""
+        """Begin a phase that may be a guess: unlike `phase`, this leaves guessing on."""
         cells = self.cells
         cells[PHASE] = PHASES.index(name)
         cells[ENTERED] += 1
@@ -197,7 +197,7 @@ class Progress:
         self.mark()
 
     def watch(self, model: Any) -> None:
-        """Counts the modules of `model` whose forward ends, and all backwards of this process."""
+        """Count the modules of `model` whose forward ends, and all backwards of this process."""
         from whyhung.watch import counting
 
         if not self._all:
@@ -205,12 +205,12 @@ class Progress:
             self._count_backwards()
 
     def attach(self, *, steps: bool = False) -> None:
-        """Counts every module, backward and optimizer step of this process, whoever makes them.
+        """Count every module, backward and optimizer step of this process.
 
-        steps: nobody tells where one begins: the first optimizer does. Of steps too short for it,
-        modules and backwards are then counted now and then: see whyhung.watch.steps.
+        steps: take the beginnings of steps from the first optimizer. If steps are too short for
+        it, modules and backwards are then counted only at intervals: see whyhung.watch.steps.
         """
-        # All that its threads need, too: a child must not be forked while one of them imports.
+        # Imports for its threads, too: a child must not be forked while one of them imports.
         from whyhung.watch import counting, flight_recorder, locks  # noqa: F401
 
         if self._all:
@@ -233,7 +233,7 @@ class Progress:
             self._undo += counting.backwards(self)
 
     def backward(self, loss: Any, *args: Any, **options: Any) -> None:
-        """loss.backward(...), whose nodes are counted, also where nothing is attached."""
+        """Call loss.backward(...) and count its nodes, even if nothing is attached."""
         from whyhung.watch import counting
 
         if self._counts_backwards:
@@ -248,32 +248,32 @@ class Progress:
             counts.end()
 
     def event(self) -> None:
-        """Something was done; on a GPU it counts when the device has come that far."""
+        """Count an event; on a GPU it counts when the device has reached it."""
         if self._device is None or not self._device.record():
             self.cells[EVENTS] += 1
 
     def mark(self) -> None:
-        """A place on the device's way: an event there, nothing without a device."""
+        """Record a device event here; do nothing without a device."""
         if self._device is not None:
             self._device.record()
 
     def collective(self) -> None:
-        """A collective was enqueued that the default process group does not count."""
+        """Count an enqueued collective that the default process group does not count."""
         self.cells[COLLECTIVES] += 1
 
     def on_start(self, trainer: Any) -> None:
-        """As an observer of a Trainer: watches its model."""
+        """Watch the model of a Trainer whose observer this is."""
         self.watch(trainer.model)
 
     def on_phase(self, name: str, step: int) -> None:
         if name == "data":
             self.step(step)
-        if self._device is not None:  # a capture must not meet our events
+        if self._device is not None:  # a capture must not record our events
             self._device.quiet = name == "graph"
         self.phase(name if name in PHASES else "other")
 
     def close(self) -> None:
-        """Stops the threads and takes all hooks away; the file stays."""
+        """Stop the threads and remove all hooks; the file stays."""
         if self.lasting:
             return
         self._stop.set()
@@ -284,7 +284,7 @@ class Progress:
         _counting[:] = [other for other in _counting if other is not self]
 
     def unhook(self) -> None:
-        """Takes all hooks away."""
+        """Remove all hooks."""
         self.pace = None
         for undo in reversed(self._undo):
             undo()
@@ -304,7 +304,7 @@ class Progress:
                     in_thread(self._answer)  # for which the beats do not wait
 
     def _poll(self) -> None:
-        """Apart from the beats: to ask a device or a group may take as long as what they do."""
+        """Poll device and group, apart from the beats: a query may block as long as their work."""
         enqueued = 0
         while not self._stop.wait(EVERY_S):
             with contextlib.suppress(Exception):
@@ -323,15 +323,15 @@ class Progress:
 
 
 _counting: list[Progress] = []
-_children_forget: set[int] = set()  # processes whose children do
-# Kept for good: to free a CUDA event in a forked child, which has no CUDA, ends that child.
+_children_forget: set[int] = set()  # pids with fork hooks, see _forget_in_children
+# Kept forever: freeing a CUDA event in a forked child, which has no CUDA, ends that child.
 _devices: list[Any] = []
 
 
 def _forget_in_children() -> None:
-    """Keep a forked child, as loaders start them, from counting for its parent.
+    """Prevent forked children, such as loader workers, from counting for their parent.
 
-    All of it is C: a handler's exception would be lost while Python runs there.
+    The hooks run entirely in C: a signal handler's exception would be lost in Python code there.
     """
     if os.getpid() in _children_forget:
         return
@@ -339,13 +339,13 @@ def _forget_in_children() -> None:
     nothing = SimpleNamespace(quiet=True, record=bool)
     spare = memoryview(bytearray(8 * CELLS)).cast("q")
     for name, value in (("cells", spare), ("_device", nothing), ("fine", False), ("pace", None)):
-        # Each goes through the list once, in a child; those of its children are put here anew.
+        # Each iterates over the list once, in a child, which registers new ones for its children.
         setting = map(setattr, iter(_counting), repeat(name), repeat(value))
         os.register_at_fork(after_in_child=partial(deque, setting, 0))
 
 
 def unhook_parents() -> None:
-    """Take away what a forked child that counts for itself has of its parent."""
+    """Remove the parent's hooks in a forked child that counts for itself."""
     for one in _counting:
         if one.pid != os.getpid():
             one.unhook()
@@ -357,20 +357,20 @@ def _has_group() -> bool:
 
 
 def _collectives() -> int:
-    """How many collectives the default process group has been given; 0 without one."""
+    """Number of collectives enqueued in the default process group; 0 without one."""
     if not _has_group():
         return 0
     return sys.modules["torch.distributed"].group.WORLD._get_sequence_number_for_group()
 
 
 def event() -> None:
-    """Something was done: progress where this process is watched, nothing where it is not."""
+    """Count an event if this process is watched; else do nothing."""
     for counted in tuple(_counting):
         counted.event()
 
 
 class Unheard:
-    """A Progress that tells no step and no phase, for work that is none of the trial's steps."""
+    """Progress that ignores steps and phases, for work outside the trial's steps."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -1,4 +1,4 @@
-"""Who is at the other end of a socket: TCP from /proc/net, Unix sockets by netlink's sock_diag."""
+"""Other ends of sockets: TCP from /proc/net, Unix sockets by netlink's sock_diag."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _NAME, _PEER = 0, 2  # attributes of an answer
 
 @dataclass(frozen=True)
 class Socket:
-    """One socket of this machine."""
+    """Socket of this machine."""
 
     inode: int
     what: str  # "TCP", "UDP" or "Unix"
-    state: int = 0  # as the kernel numbers them; 10 listens
+    state: int = 0  # the kernel's number; 10 is listening
     local: str = ""
     remote: str = ""
-    peer: int = 0  # inode of the other end, 0 where it is not known or on another machine
+    peer: int = 0  # inode of the other end, 0 if unknown or on another machine
     listener: int = 0  # inode of the socket that has not yet accepted this connection's other end
 
     @property
@@ -40,13 +40,13 @@ class Socket:
 
 
 class Sockets:
-    """All sockets of the network namespace in which `pid` lives, by inode."""
+    """Sockets of the network namespace of `pid`, by inode."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
     def get(self, inode: int) -> Socket | None:
-        """None for one of another sort, or where the kernel does not tell."""
+        """Socket of an inode; None if it is of another kind, or the kernel does not list it."""
         return self._inet.get(inode) or self._unix.get(inode)
 
     @cached_property
@@ -80,10 +80,10 @@ class Sockets:
 
 
 def timeout_s(pid: int, fd: int, option: int) -> float | None:
-    """How long a call on another process's socket blocks at most, None for ever.
+    """Timeout of calls on another process's socket in seconds, None without one.
 
-    option: socket.SO_RCVTIMEO or SO_SNDTIMEO. The socket is copied for the moment of the question,
-    as only its owner may ask. Raises OSError where that is refused.
+    option: socket.SO_RCVTIMEO or SO_SNDTIMEO. The socket is duplicated for the query, since only
+    its owner may query it. Raises OSError if that is refused.
     """
     process = os.pidfd_open(pid)
     try:
@@ -109,7 +109,7 @@ def _table(file: str, what: str) -> list[Socket]:
 
 
 def _address(text: str) -> str:
-    """127.0.0.1:80 for 0100007F:0050; an IPv4 address inside an IPv6 one as itself."""
+    """Decode 0100007F:0050 to 127.0.0.1:80; an IPv4-mapped IPv6 address to the IPv4 one."""
     digits, port = text.split(":")
     words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
     address = ip_address(struct.pack(f"={len(words)}I", *words))
@@ -118,7 +118,7 @@ def _address(text: str) -> str:
 
 
 def unix_sockets() -> dict[int, Socket]:
-    """All Unix sockets of this process's network namespace, by inode. Raises OSError."""
+    """Unix sockets of this process's network namespace, by inode. Raises OSError."""
     found: dict[int, Socket] = {}
     body = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0,
                        _SHOW_NAME | _SHOW_PEER, 0xFFFFFFFF, 0xFFFFFFFF)  # fmt: skip

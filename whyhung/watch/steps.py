@@ -1,5 +1,5 @@
-"""The steps of a training that tells nobody of them, when it waits for data, and how finely it can
-be counted for the price of a two-hundredth of its time.
+"""Detect the steps of a training that does not report them, and its waits for data, and limit the
+cost of counting to a two-hundredth of its time.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from whyhung.watch.counting import Undo, in_place_of, raise_on
 from whyhung.watch.evidence import PHASES
 from whyhung.watch.progress import BEGAN_NS, MAIN_THREAD, MODULES, PHASE, STEP, Progress
 
-OTHERS = 64  # steps of other optimizers without one of the first: then it is not the first any more
-MODULE_S, BACKWARD_S = 5e-6, 400e-6  # about what it costs to count one, in a step of 20 ms
-SHARE = 0.005  # of the time may go into counting modules and backwards
+OTHERS = 64  # steps of other optimizers without one of the first, after which it is replaced
+MODULE_S, BACKWARD_S = 5e-6, 400e-6  # approximate cost of counting one, in a step of 20 ms
+SHARE = 0.005  # of the time may be spent on counting modules and backwards
 MOST_REST_S, TRIES_S = 3.0, 0.1
 
 
 class Pace:
-    """Lets modules and backwards be counted all the time, or of short steps now and then.
+    """Enable counting of modules and backwards all the time or, if steps are short, at intervals.
 
-    Called with each beat, by the thread that beats. Where a beat's counting cost more than its
-    share, none is done until the average is right, or for three seconds, and then for a tenth of
-    one; steps always count.
+    Called with each beat, by the beating thread. If counting in a beat cost more than its share,
+    it is off until the average is right, at most three seconds, and then on for a tenth of a
+    second; steps always count.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -48,7 +48,7 @@ class Pace:
 
 
 def of_optimizers(progress: Progress) -> list[Undo]:
-    """A step for each of the first optimizer; the first begins with the first backward."""
+    """Count each step of the first optimizer as a step; the first begins at the first backward."""
     from torch.amp.grad_scaler import GradScaler
     from torch.optim import optimizer
 
@@ -83,7 +83,7 @@ def _begin(progress: Progress) -> None:
 
 
 class _First:
-    """The first optimizer that steps: of a GAN's two, one counts."""
+    """First optimizer that steps: of a GAN's two, one counts."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._others, self.calls = progress, 0, 0
@@ -100,14 +100,14 @@ class _First:
         self._others = 0
         _begin(self._progress)
         number = self._progress.cells[STEP] + 1
-        if self._progress.firing:  # a backward, whose counts must go on
+        if self._progress.firing:  # inside a backward, whose counts must not restart
             self._progress.cells[STEP] = number
         else:
             self._progress.step(number)
 
 
 def at_first_backward(do: Callable[[], Any]) -> Undo:
-    """Calls `do` before the next backward() of this process, and never again."""
+    """Call `do` before the next backward() of this process, and never again."""
 
     def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def first(*args: Any, **options: Any) -> Any:
@@ -129,7 +129,7 @@ def at_first_backward(do: Callable[[], Any]) -> Undo:
 
 
 def waits_for_data(progress: Progress) -> list[Undo]:
-    """Guesses the phase "data" while the main thread waits for a DataLoader."""
+    """Guess the phase "data" while the main thread waits for a DataLoader."""
     from torch.utils.data import dataloader
 
     def counting(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Numbers of the system calls in which a thread can sleep, and its memory, by which they are read.
+"""Numbers of the system calls in which a thread can sleep, and access to their arguments in memory.
 
-`/proc/PID/task/TID/syscall` tells the number and six arguments; pointers among them are read from
-`/proc/PID/mem`. Both need the right to ptrace.
+`/proc/PID/task/TID/syscall` has the number and six arguments; pointers among them are read from
+`/proc/PID/mem`. Both need permission to ptrace.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _BOTH = {
 }
 # fmt: on
 NAMES = {"x86_64": _X86_64 | _BOTH, "aarch64": _AARCH64 | _BOTH}.get(platform.machine(), {})
-# A thread that a tracer has stopped for a moment goes on in restart_syscall, with its arguments.
+# A thread that a tracer has briefly stopped goes on in restart_syscall, with its arguments.
 _RESTARTED = (("futex", "futex"), ("nanosleep", "nanosleep"), ("poll", "poll"))
 CLOCKS = {0: time.CLOCK_REALTIME, 1: time.CLOCK_MONOTONIC, 7: time.CLOCK_BOOTTIME}
 
 
 class Call(NamedTuple):
-    """A system call in which a thread sleeps."""
+    """System call in which a thread sleeps."""
 
-    name: str  # "" where it sleeps outside of any, "syscall 455" where its number is not known
+    name: str  # "" if it sleeps outside of any, "syscall 455" if its number is unknown
     args: tuple[int, ...] = ()
 
     def signed(self, index: int) -> int:
-        """An argument that is an int of C."""
+        """Argument as a signed C int."""
         value = self.args[index] & 0xFFFFFFFF
         return value - 2**32 if value >= 2**31 else value
 
 
 def call(text: str, wchan: str) -> Call | None:
-    """What /proc/PID/task/TID/syscall says; None for a thread that runs."""
+    """Parse the text of /proc/PID/task/TID/syscall; None for a running thread."""
     words = text.split()
     if not words or words[0] == "running":
         return None
@@ -69,20 +69,20 @@ def call(text: str, wchan: str) -> Call | None:
     name = NAMES.get(number, f"syscall {number}")
     if name == "restart_syscall":
         name = next((to for part, to in _RESTARTED if part in wchan), name)
-        # Of the calls that restart, one has the number of a clock, a zero and an address.
+        # Only one restarted call has a clock number, a zero and an address as arguments.
         if args[0] < 16 and args[1] == 0 and args[2] >= 2**31:
             name = "clock_nanosleep"
     return Call(name, args)
 
 
 class Memory:
-    """Of one process, read at addresses that its system calls name. Raises OSError."""
+    """Memory of one process, read at addresses in its system calls' arguments. Raises OSError."""
 
     def __init__(self, pid: int) -> None:
         self._file = f"/proc/{pid}/mem"
 
     def read(self, address: int, size: int) -> bytes:
-        """Exactly so many bytes."""
+        """Read exactly `size` bytes."""
         if not 0 < address < 2**63 - size:
             raise OSError(f"no memory at {address:#x}")
         with open(self._file, "rb", buffering=0) as file:
@@ -95,18 +95,18 @@ class Memory:
         return struct.unpack(form, self.read(address, struct.calcsize(form)))
 
     def seconds(self, address: int, unit: float = 1e9) -> float:
-        """A timespec, or a timeval with unit=1e6."""
+        """Read a timespec, or a timeval with unit=1e6, in seconds."""
         whole, part = self.unpack("=qq", address)
         return whole + part / unit
 
     def text(self, address: int) -> str:
-        """A string that ends with a zero byte."""
+        """Read a null-terminated string."""
         with open(self._file, "rb", buffering=0) as file:
-            found = os.pread(file.fileno(), 4096, address)  # less, where memory ends before
+            found = os.pread(file.fileno(), 4096, address)  # fewer if memory ends before
         return found.split(b"\0")[0].decode(errors="replace")
 
 
 def left_s(clock: int, until: float) -> float | None:
-    """Until a clock of the kernel shows a time; None for a clock that cannot be read here."""
+    """Seconds until a kernel clock reaches a time; None for a clock that cannot be read here."""
     known = CLOCKS.get(clock)
     return None if known is None else max(0.0, until - time.clock_gettime(known))

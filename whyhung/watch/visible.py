@@ -1,8 +1,8 @@
-"""What py-spy shows of a thread's state, as a digest, and whether anything else could change.
+"""Digest of the thread state that py-spy shows, with a mark if other state could change.
 
 py-spy shows locals: numbers, and the beginnings of strings, lists, dicts and tuples. It shows no
-attribute, element of a tensor, global, closure, iterator or clock. So equal digests prove nothing
-alone: `while time.time() < end: pass` has them too.
+attribute, tensor element, global, closure, iterator or clock. So equal digests alone prove
+nothing: `while time.time() < end: pass` has them too.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from whyhung.verdict.picture import seconds
 from whyhung.watch.evidence import HIDDEN
 from whyhung.watch.frames import parsed
 
-# All that a loop may hold that no state outside its names takes part in.
+# Node types allowed in a loop that depends on no state outside its names.
 _PLAIN = (
     ast.While, ast.If, ast.Pass, ast.Continue, ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign,
     ast.Name, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Tuple,
     ast.expr_context, ast.Add, ast.Sub, ast.Mult, ast.unaryop, ast.boolop, ast.cmpop,
 )  # fmt: skip
-_READ_S = 0.05  # no interpreter has read its script sooner after its start
+_READ_S = 0.05  # an interpreter reads its script no sooner after its start
 _NUMBER = re.compile(r"-?[\d.]+(e[-+]?\d+)?$")
-# What a loop may call that only asks and sleeps.
+# Calls allowed in a loop that only polls and sleeps.
 _SAYS = {"sleep", "print", "time", "monotonic", "perf_counter", "debug", "info", "warning", "error",
          "write", "flush", "format", "round", "int", "TimeoutError", "RuntimeError"}  # fmt: skip
-_NEAR = 6  # frames from the innermost, in which a poll names what it asks for
+_NEAR = 6  # innermost frames in which the polled object is searched
 
 
 def digest(frames: list[dict[str, Any]], pid: int, began: float) -> str:
-    """Hash of the locals of the user's frames, innermost first; "" where there is no frame.
+    """Hash of the locals of the user's frames, innermost first; "" if there is no frame.
 
-    Frames of libraries are left out: the deadline of a queue's poll changes and is no progress.
-    With no frame of the user's all count.
+    Frames of libraries are excluded: the deadline of a queue's poll changes without progress.
+    If there is no user frame, all frames are included.
 
-    Without HIDDEN at its end the thread is in a loop that it cannot leave by itself, whatever its
-    callers do: it calls nothing, has no exit, and its test is true for ever, as a constant or by
-    plain locals where it sets none. What it sets on its way is left out, and so is what a loop
-    counts that only asks, sleeps and says so. began: when the process did, in seconds since the
-    epoch.
+    Without HIDDEN at its end, the thread is in a loop that it cannot leave by itself, whatever its
+    callers do: the loop calls nothing, has no exit, and its test is always true, as a constant or,
+    if it sets no name, by plain locals. Names that it sets are excluded, and so are names set by
+    loops that only poll, sleep and log. began: start of the process, in seconds since the epoch.
     """
     if not frames:
         return ""
@@ -67,9 +66,9 @@ def digest(frames: list[dict[str, Any]], pid: int, began: float) -> str:
 
 
 def polled(frames: list[dict[str, Any]], pid: int) -> str:
-    """A path among the locals of the innermost frames, with its age; else the user's source line.
+    """Path among the locals of the innermost frames, with its age; else the user's source line.
 
-    For a thread that sleeps between two questions: what it asks for. "" where neither is known.
+    This is what a thread polls that sleeps between two queries. "" if neither is known.
     """
     for frame in frames[:_NEAR]:
         for local in frame.get("locals") or ():
@@ -99,12 +98,12 @@ def _place(frame: dict[str, Any]) -> str:
 
 
 def _inside(path: str, pid: int) -> str:
-    """The path as this process reaches it: the other may have another root or folder."""
+    """Path by which this process reaches it: the other may have another root or folder."""
     return f"/proc/{pid}/root{path}" if path.startswith("/") else f"/proc/{pid}/cwd/{path}"
 
 
 def endless(frame: dict[str, Any], pid: int, began: float) -> frozenset[str] | None:
-    """The names that such a loop around this line sets; None for a line in none."""
+    """Names set by the endless loop around this line; None if the line is in none."""
     values = {x["name"]: x["repr"] for x in frame.get("locals") or () if _is_plain(x["repr"])}
     for low, high, test, names in _of_file(_loops, frame, pid, began):
         if low <= frame["line"] <= high and _holds(test, values):
@@ -113,14 +112,14 @@ def endless(frame: dict[str, Any], pid: int, began: float) -> frozenset[str] | N
 
 
 def waiting(frame: dict[str, Any], pid: int, began: float) -> frozenset[str]:
-    """The names that a loop around this line sets which only asks, sleeps, counts and says so."""
+    """Names set by loops around this line that only poll, sleep, count and log."""
     found = [names for low, high, names in _of_file(_polls, frame, pid, began)
              if low <= frame["line"] <= high]  # fmt: skip
     return frozenset().union(*found)
 
 
 def _of_file(read: Any, frame: dict[str, Any], pid: int, began: float) -> Any:
-    """The loops that `read` finds in a frame's file; none where it changed since the start."""
+    """Loops that `read` finds in a frame's file; none if it changed since the process began."""
     path = _inside(frame["filename"], pid)
     try:
         changed = os.stat(path).st_mtime
@@ -130,14 +129,14 @@ def _of_file(read: Any, frame: dict[str, Any], pid: int, began: float) -> Any:
 
 
 def _is_plain(shown: str | None) -> bool:
-    """A value that is shown whole, and that nobody changes without another object."""
+    """True if a value is shown in full and is immutable."""
     if not shown or "..." in shown:
         return False
     return shown in ("None", "True", "False") or shown[0] == '"' or bool(_NUMBER.match(shown))
 
 
 def _holds(test: str, values: dict[str, str]) -> bool:
-    """Whether a test of nothing but names and constants is true; False where a value is unknown."""
+    """True if a test of names and constants alone holds; False if a value is unknown."""
     try:
         known = {name: ast.literal_eval(shown) for name, shown in values.items()}
         return bool(eval(test, {"__builtins__": {}}, known))
@@ -147,7 +146,7 @@ def _holds(test: str, values: dict[str, str]) -> bool:
 
 @lru_cache(64)
 def _loops(path: str, _: float) -> tuple[tuple[int, int, str, frozenset[str]], ...]:
-    """First and last line, test and names set, of loops that nothing ends but their test."""
+    """(first line, last line, test, names set) of loops that only their test can end."""
     with open(path, "rb") as file:
         tree = parsed(file.read())
     found = []
@@ -160,7 +159,7 @@ def _loops(path: str, _: float) -> tuple[tuple[int, int, str, frozenset[str]], .
         names = frozenset(
             x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
         )
-        # Where it sets a name, its test may come out otherwise next time.
+        # If it sets a name, its test may have another result next time.
         if not names or isinstance(loop.test, ast.Constant):
             last = loop.end_lineno or loop.lineno
             found.append((loop.lineno, last, ast.unparse(loop.test), names))
@@ -169,7 +168,7 @@ def _loops(path: str, _: float) -> tuple[tuple[int, int, str, frozenset[str]], .
 
 @lru_cache(64)
 def _polls(path: str, _: float) -> tuple[tuple[int, int, frozenset[str]], ...]:
-    """First and last line, and names set, of `while` loops that do nothing but ask and sleep."""
+    """(first line, last line, names set) of `while` loops that only poll and sleep."""
     with open(path, "rb") as file:
         tree = parsed(file.read())
     found = []
@@ -188,7 +187,7 @@ def _polls(path: str, _: float) -> tuple[tuple[int, int, frozenset[str]], ...]:
 
 
 def _counts_alone(nodes: list[ast.AST]) -> bool:
-    """Nothing is set there but plain names, and nothing else is begun."""
+    """True if the nodes set plain names only, and contain no inner block, await or yield."""
     targets = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
     begun = (ast.For, ast.With, ast.Try, ast.Await, ast.Yield, ast.YieldFrom, ast.FunctionDef)
     return all(isinstance(node, ast.Name) for node in targets) and not any(

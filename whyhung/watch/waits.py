@@ -1,7 +1,7 @@
-"""For what a sleeping thread waits, read from the system call in which it sleeps.
+"""Wait of a sleeping thread, read from the system call in which it sleeps.
 
-What cannot be told counts as something outside that could end the wait, so that nothing is proven
-by what was not seen.
+Anything that cannot be determined counts as an outside event that could end the wait, so nothing
+is proven from missing observations.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _FROZEN = ("do_freezer_trap", "__refrigerator")
 
 
 class Reader:
-    """Reads the waits of one process; `children` are its own."""
+    """Read the waits of one process; `children`: pids of its children."""
 
     def __init__(self, ends: Ends, children: tuple[int, ...] = ()) -> None:
         self.pid, self.ends, self.children = ends.pid, ends, children
         self.holders, self.memory = ends.holders, Memory(ends.pid)
 
     def wait(self, call: Call, state: str, wchan: str, source: str) -> Wait:
-        """Of a thread that sleeps in `call`."""
+        """Wait of a thread that sleeps in `call`."""
         if wchan in _FROZEN:
             return Wait("stopped", "is frozen by its control group", source=source)
         method = _CALLS.get(call.name)
@@ -62,7 +62,7 @@ class Reader:
         left = None
         if timeout:
             left = self.memory.seconds(timeout)
-            if command != 0:  # a moment, and no time to wait
+            if command != 0:  # an absolute time, not a duration
                 left = syscalls.left_s(0 if flags & _WALL_CLOCK or command == 6 else 1, left)
         if not private:
             return self._shared(address, value, left)
@@ -74,7 +74,7 @@ class Reader:
         return Wait("lock", until(text, left, command == 0), ((self.pid, 0),), left_s=left)
 
     def _owner(self, address: int, command: int, value: int) -> int | None:
-        """The thread that holds a mutex of pthread, where it is one and tells."""
+        """Thread that holds a pthread mutex; None if it is no mutex or its owner is unknown."""
         if _WAITED[command] == "own":
             (owner,) = self.memory.unpack("=I", address)
         elif command == 0 and value & 0xFFFFFFFF == 2:  # only a mutex waits so
@@ -141,17 +141,17 @@ class Reader:
         return replace(found, text=text, left_s=left)
 
     def both_ends(self, call: Call) -> Wait:
-        """sendfile has the target first, splice and copy_file_range the source."""
+        """Wait of a call that moves data: sendfile has the target first, the others the source."""
         fds = call.signed(0), call.signed(1 if call.name == "sendfile" else 2)
         return self.ends.union([self.ends.of(fd, "moves data by") for fd in fds])
 
     def connection(self, call: Call) -> Wait:
-        """A call that waits for a connection: of a socket that listens, or that connects."""
+        """Wait for a connection, of a listening or a connecting socket."""
         found = self.ends.of(call.signed(0), "waits on")
         return replace(found, outside=True)
 
     def opens(self, call: Call) -> Wait | None:
-        """Blocked only for a FIFO that nobody has opened at the other end, or a slow disk."""
+        """Wait of open(): blocked by a FIFO whose other end is not open, or by a slow disk."""
         at = 0 if call.name == "open" else 1
         path = self.memory.text(call.args[at])
         if not path.startswith("/"):
@@ -249,14 +249,14 @@ class Reader:
 
 
 def stopped(state: str, tracer: int) -> Wait:
-    """Of a thread in state T, or t under a tracer."""
+    """Wait of a thread in state T, or t under a tracer."""
     if tracer:
         return outside("stopped", f"is held by process {tracer}, which traces it")
     return Wait("stopped", "is stopped by a signal, until somebody sends SIGCONT")
 
 
 def refused(wchan: str) -> Wait:
-    """Of a thread of which nothing but its wait channel may be read."""
+    """Wait of a thread of which only the wait channel may be read."""
     at = f" in {wchan}" if wchan else ""
     return outside(_kind_of(wchan), f"sleeps{at}; for what may not be read")
 

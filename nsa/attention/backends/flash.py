@@ -1,10 +1,10 @@
 """flash: flash-attn for the window and, regrouped, for the compressed branch.
 
 The d queries at l-1 + a d .. l-1 + a d + d-1 see the same compressed keys, 0..a. Taken as d times
-as many heads of one query at position a, they make of the compressed branch plain causal attention
+as many heads of one query at position a, they turn the compressed branch into causal attention
 over C positions, at flash-attn's speed, for one copy of q and of o. Scores and the selected branch
 come from our Triton kernels where those run, else from `packed`. Memory is linear in T: it holds
-nothing T x T.
+no T x T tensor.
 """
 
 import torch
@@ -57,9 +57,9 @@ def _attend_span(
 
 
 def regroup(x: Tensor, config: NSAConfig, count: int, kv_heads: int) -> Tensor:
-    """[B, T, H, D] -> [B, count, HKV * d * G, D]: the tokens from l-1 on, d under one position.
+    """[B, T, H, D] -> [B, count, HKV * d * G, D]: tokens l-1 and later, d under one position.
 
-    Heads stay in the order of their KV head; what the last position lacks is 0.
+    Heads stay in the order of their KV head; the last position is padded with 0.
     """
     batch, tokens, heads, dim = x.shape
     first, stride = config.compress_block - 1, config.compress_stride
@@ -75,7 +75,7 @@ def regroup(x: Tensor, config: NSAConfig, count: int, kv_heads: int) -> Tensor:
 
 
 def ungroup(x: Tensor, config: NSAConfig, tokens: int, kv_heads: int) -> Tensor:
-    """The way back from `regroup`; the tokens before l-1 are 0."""
+    """Inverse of `regroup`; tokens before l-1 are 0."""
     batch, _, heads, dim = x.shape
     first, stride = config.compress_block - 1, config.compress_stride
     whole, rest = divmod(tokens - first, stride)
@@ -90,7 +90,7 @@ def ungroup(x: Tensor, config: NSAConfig, tokens: int, kv_heads: int) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """`there`, either of the two above, whose transpose is `back`, the other: one copy each way."""
+    """Apply `there` (`regroup` or `ungroup`); its transpose `back` is the other: one copy each."""
 
     @staticmethod
     def forward(ctx, x, there, back, config, length, kv_heads):
@@ -105,7 +105,7 @@ class _Moved(torch.autograd.Function):
 
 
 def why_not(inputs: Inputs) -> list[str]:
-    """Reasons for which flash-attn does not take the inputs."""
+    """Reasons why flash-attn does not support the inputs."""
     reasons = dense.why_not(inputs.q, inputs.value_dim, inputs.scale)
     if inputs.needs_lse:
         reasons.append(

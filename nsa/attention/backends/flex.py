@@ -1,8 +1,8 @@
 """flex: torch's flex_attention, each branch a block-sparse mask.
 
-Compiled on a GPU, it holds no T x T tensor a head: for the selected branch a block mask of
+Compiled on a GPU, it holds no T x T tensor per head: for the selected branch a block mask of
 HQ T^2 / 2048 bytes and a bit for each query, KV head and selectable block, HKV T^2 / (8 l') bytes.
-flex_attention has no backward on a CPU and computes T x T scores there, so the CPU takes it
+flex_attention has no backward on a CPU and computes T x T scores there, so on a CPU it runs
 forward only.
 """
 
@@ -33,7 +33,7 @@ def _attend_span(
     if k.shape[1] == 0:
         return no_keys(inputs), _served(inputs)
     length, stride = span.length, span.stride
-    # Any number past the last key's stands for "no limit".
+    # Any number past the last key's means "no limit".
     reach = (span.lookback or k.shape[1] + 1) * stride
 
     def visible(b, h, t, s):
@@ -59,7 +59,7 @@ def _attend_selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor
 
 
 def selection_bits(blocks: Tensor, count: int) -> Tensor:
-    """[B, T, HKV, words] uint8: bit j % WORD of word j // WORD says "block j chosen"."""
+    """[B, T, HKV, words] uint8: bit j % WORD of word j // WORD is 1 if block j is selected."""
     shape = (*blocks.shape[:3], -(-count // WORD))
     words = torch.zeros(shape, dtype=torch.uint8, device=blocks.device)
     wanted = ~empty_slots(blocks, count)  # a repeated block sets its bit once
@@ -69,7 +69,7 @@ def selection_bits(blocks: Tensor, count: int) -> Tensor:
 
 
 def selection_tiles(blocks: Tensor, keys: int, size: int) -> Tensor:
-    """[B, HKV, T / TILE, keys / TILE]: does a query of the tile choose a block that touches it?"""
+    """[B, HKV, T / TILE, keys / TILE]: True if a query of the tile selects a block in it."""
     batch, tokens, kv_heads, slots = blocks.shape
     rows, columns = -(-tokens // TILE), -(-keys // TILE)
     padded = torch.nn.functional.pad(blocks, (0, 0, 0, 0, 0, rows * TILE - tokens), value=-1)
@@ -86,7 +86,7 @@ def selection_tiles(blocks: Tensor, keys: int, size: int) -> Tensor:
 
 
 def span_tiles(span: Span, tokens: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
-    """[T / TILE, keys / TILE]: does a query of the tile see a key of it? Made on the device."""
+    """[T / TILE, keys / TILE] on the device: True if a query of the tile sees a key in it."""
     first = torch.arange(0, tokens, TILE, device=device)[:, None]
     column = torch.arange(-(-keys // TILE), device=device)
     low = span.ended(first) - (keys if span.lookback is None else span.lookback)
@@ -114,14 +114,14 @@ def _flex(
     with recompiles, warnings.catch_warnings():
         # The docstring and the path witness say "uncompiled" where torch would warn of it.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        # Dynamo looks at inputs that are no leaves, and hides this from the console only.
+        # Dynamo inspects non-leaf inputs, and hides this from the console only.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         o = _flex_attention(q.is_cuda)(
             *(x.transpose(1, 2) for x in (q, k, v)),
             block_mask=mask,
             scale=inputs.scale,
             enable_gqa=inputs.group > 1,
-            # The decoding kernel that "AUTO" takes for short T has no choice for some groups.
+            # The decoding kernel that "AUTO" uses for short T has no configuration for some groups.
             kernel_options={"BACKEND": "TRITON"},
             **asked,
         )
@@ -136,13 +136,13 @@ def _flex_attention(compiled: bool) -> Callable:
     from torch.nn.attention import flex_attention as module
 
     if compiled:
-        # Each shape by itself: kernels for any T asked for more shared memory than an H200 has.
+        # Each shape separately: kernels for any T needed more shared memory than an H200 has.
         return torch.compile(module.flex_attention, fullgraph=True, dynamic=False)
     return module.flex_attention
 
 
 def why_not(inputs: Inputs) -> list[str]:
-    """Reasons for which flex_attention does not take the inputs."""
+    """Reasons why flex_attention does not support the inputs."""
     q, reasons = inputs.q, []
     tensors = [q, *inputs.k.values(), *inputs.v.values(), *inputs.phi.tensors()]
     if q.is_cuda:
@@ -159,7 +159,7 @@ def why_not(inputs: Inputs) -> list[str]:
 
 
 def not_for_auto(inputs: Inputs) -> list[str]:
-    """Where it runs but another serves better."""
+    """Reasons why `auto` skips this backend although it would run."""
     reasons = [] if inputs.q.is_cuda else ["computes T x T scores on a CPU"]
     if inputs.cu_seqlens is not None:
         reasons.append("compiles anew for each length of a packed sequence")

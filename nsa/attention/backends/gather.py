@@ -1,6 +1,6 @@
-"""gather: each query's own keys, gathered from its blocks; the other branches in runs of keys.
+"""gather: each query's own keys, gathered from its blocks; the other branches by key ranges.
 
-Memory beyond inputs and outputs is bounded by the size of a chunk of queries: nothing T x T.
+Memory beyond inputs and outputs is bounded by the chunk of queries: it holds no T x T tensor.
 Gradients of keys and values are added up in fp32 (by atomics on a GPU, so not bit-repeatable
 there unless torch.use_deterministic_algorithms is on).
 """
@@ -97,10 +97,10 @@ def _chunks(k: Tensor, v: Tensor, blocks: Tensor, size: int) -> Iterator[slice]:
 
 
 def _tokens(blocks: Tensor, size: int, first: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """(index, hidden), both [M', S]: rows of k.flatten(0, 2) to gather, and which are not seen.
+    """(index, hidden), both [M', S]: rows of k.flatten(0, 2) to gather, and a mask of unseen ones.
 
-    M' counts (sequence, query, KV head). A repeated block counts once; ascending order lets the
-    second one be seen.
+    M' counts (sequence, query, KV head). A repeated block counts once; since the order is
+    ascending, the repeat is detectable.
     """
     batch, rows, kv_heads, _ = blocks.shape
     device = blocks.device
@@ -120,7 +120,7 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _add(total: Tensor, index: Tensor, x: Tensor) -> None:
-    """The way back from `_take`: adds x [M', S, D] up into total [B, T, HKV, D]."""
+    """Transpose of `_take`: accumulate x [M', S, D] into total [B, T, HKV, D]."""
     total.view(-1, total.shape[-1]).index_add_(0, index.flatten(), x.flatten(0, 1))
 
 

@@ -1,8 +1,8 @@
-"""masked: one dense matmul a branch with a boolean mask.
+"""masked: one dense matmul per branch with a boolean mask.
 
 Holds T x T scores and probabilities for every head and branch (T x T/d for the compressed one),
-in fp32, for the backward pass: the simplest code and the steepest memory. The product q k is plain
-torch's, so in fp16 it overflows beyond 65504 before the scale is applied.
+in fp32, for the backward pass: the simplest code and the highest memory. The product q k is a
+plain torch matmul, so in fp16 it overflows beyond 65504 before the scale is applied.
 """
 
 from nsa.attention.branches import visible_by_branch

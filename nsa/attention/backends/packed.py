@@ -1,11 +1,11 @@
-"""packed: queries that share a block, packed into tiles, so that a block is read once a tile.
+"""packed: queries that share a block, packed into tiles, so a block is read once per tile.
 
 The selection is inverted (which queries chose block j?) and cut into tiles of ROWS queries
-against one block; partial results meet through their log-sum-exp. Memory beyond inputs and
-outputs: an fp32 output kept for the backward; while it works, T x n log-sum-exps a head, the
-inverted selection (8 n bytes a query and KV head, a few times over) and a bounded number of tiles;
-nothing T x T. No size depends on data, so nothing waits for the GPU. Sums over tiles are atomics
-there, so not bit-repeatable unless torch.use_deterministic_algorithms is on.
+against one block; partial results are merged by their log-sum-exp. Memory beyond inputs and
+outputs: an fp32 output kept for the backward; while it runs, T x n log-sum-exps per head, the
+inverted selection (a few times 8 n bytes per query and KV head) and a bounded number of tiles;
+nothing T x T. No size depends on data, so nothing waits for the GPU. Sums over tiles use atomics
+there, so they are not bit-repeatable unless torch.use_deterministic_algorithms is on.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class _Tiles:
 class _PackedAttention:
     """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV], lse.
 
-    The backward takes its row sums from o before it is rounded, and that is kept if it is.
+    The backward computes row sums from the unrounded o, which is kept only if o is rounded.
     """
 
     @staticmethod
@@ -156,7 +156,7 @@ def _invert(blocks: Tensor, tokens: int, size: int) -> _Plan:
 
 
 def _chunks(plan: _Plan, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor, size: int):
-    """Chunks of tiles. Their number is the most there can be, so that it needs no look at data."""
+    """Chunks of tiles. Their number is an upper bound, so it does not depend on data."""
     group = q.shape[2] // k.shape[2]
     keys = plan.start.numel() - 1
     most = -(-blocks.numel() // ROWS) + keys

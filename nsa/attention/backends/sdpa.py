@@ -1,9 +1,9 @@
 """sdpa: torch's scaled_dot_product_attention with an explicit mask.
 
 Holds a T x T boolean mask for every head of a group and every branch (times the KV heads for the
-selected branch); where no fused kernel takes a mask, torch itself holds T x T scores for every
-head as well. Torch chooses among its kernels; "sdpa:math" and the like have that one or decline.
-None of them gives a log-sum-exp: for return_lse or sinks scores are made once more, T x T.
+selected branch); where no fused kernel accepts a mask, torch itself holds T x T scores for every
+head as well. Torch chooses among its kernels; "sdpa:math" and the like use that one or decline.
+None of them returns a log-sum-exp: return_lse or sinks recompute the scores, T x T.
 """
 
 import warnings
@@ -34,8 +34,8 @@ def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, kernel: str = "", **options
 ) -> tuple[Tensor, str]:
     """(o, "sdpa:KERNEL") of torch's function of that name, q [B, H, T, D]: by torch's choice, or by
-    that kernel of KERNELS. Declined where torch has no such kernel for these inputs."""
-    if torch.compiler.is_compiling():  # it cannot trace the question, and nobody reads the answer
+    that kernel of KERNELS. Raises Declined if torch has no such kernel for these inputs."""
+    if torch.compiler.is_compiling():  # it cannot trace the query, and the result is unused
         with sdpa_kernel(KERNELS[kernel]) if kernel else nullcontext():
             return F.scaled_dot_product_attention(q, k, v, **options), "sdpa"
     if transforms.active():  # the fused kernels have neither jvp, vmap nor a second derivative
@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
 
 
 def _choice(q: Tensor, k: Tensor, v: Tensor, **options) -> str:
-    """The kernel that torch takes for this call, asked of the function that it asks itself."""
+    """Kernel that torch chooses for this call, by the same function that torch uses."""
     choice = int(torch._fused_sdp_choice(q, k, v, **options))
     return _NAMES.get(choice, f"kernel {choice}")
 
@@ -96,7 +96,7 @@ def _attend(
 
 
 def _why_not(kernel: str, inputs: Inputs) -> list[str]:
-    """What torch says of eight tokens of that kind."""
+    """Reasons why the kernel declines, tried on eight tokens of the same dims, dtype and device."""
     if torch.compiler.is_compiling():
         return []
     learns = torch.is_grad_enabled() and inputs.q.requires_grad

@@ -1,10 +1,10 @@
-"""sequential: one token at a time, in a Python loop. An exhibit, not for use.
+"""sequential: one token at a time, in a Python loop. For demonstration, not for use.
 
-It has the shape of the case study's slow path (hundreds of small operations a token, and for
-each token a copy of the keys and values in its blocks, kept for the backward pass) but none of its
-mistakes. The copies add up to T x n l' rows a KV head and the probabilities to
-T x (w + n l' + T / d) a head: it holds T x T tensors in all but name while T <= n l'. Its time is
-the number of operations that it dispatches.
+Structured like the case study's slow path (hundreds of small operations per token, and for each
+token a copy of the keys and values in its blocks, kept for the backward pass) without its bugs.
+The copies add up to T x n l' rows per KV head and the probabilities to T x (w + n l' + T / d) per
+head: it effectively holds T x T tensors while T <= n l'. Its time is proportional to the number of
+operations that it dispatches.
 """
 
 from itertools import product
@@ -54,14 +54,14 @@ def run(inputs: Inputs, note: Note) -> Branches:
 
 
 def _stacked(rows: tuple[Tensor | None, ...]) -> Tensor | None:
-    """[B, T, HQ, ...] of a [B, HKV, G, ...] a token; None of none."""
+    """Stack one [B, HKV, G, ...] per token into [B, T, HQ, ...]; None if the rows are None."""
     return None if rows[0] is None else torch.stack(rows, dim=1).flatten(2, 3)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, needs_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(o, lse) of one query a head, q [B, HKV, G, D], against every one of k, v [B, S, HKV, *]."""
+    """(o, lse) of one query per head, q [B, HKV, G, D], against all of k, v [B, S, HKV, *]."""
     if k.shape[1] == 0:
         none = q.new_full(q.shape[:3], float("-inf")) if needs_lse else None
         return q.new_zeros(*q.shape[:3], v.shape[3]), none
@@ -90,7 +90,7 @@ def _select(q: Tensor, k_cmp: Tensor, t: int, inputs: Inputs) -> Tensor:
 def _attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, t: int, inputs: Inputs
 ) -> tuple[Tensor, Tensor | None]:
-    """The selected branch at token t: each sequence and KV head has keys of its own to stack."""
+    """The selected branch at token t: keys are stacked per sequence and KV head."""
     size, needed, rows = inputs.config.select_block, inputs.needs_lse, []
     for b, h in product(range(q.shape[0]), range(q.shape[1])):
         starts = [s for j in chosen(blocks[b, h], t, size) if 0 <= (s := j * size) <= t]
@@ -109,8 +109,8 @@ def _attend_blocks(
 
 
 def chosen(blocks: Tensor, t: int, size: int) -> list[int]:
-    """The numbers in blocks [N], each once, ascending. An estimate of memory, which has no values,
-    puts others in their place."""
+    """Unique block indices in blocks [N], ascending. The memory estimate, which has no values,
+    substitutes others."""
     return sorted({*blocks.tolist()})
 
 

@@ -1,7 +1,7 @@
-"""triton: our own kernels, forward and backward, bit-repeatable; holds nothing T x T.
+"""triton: our own kernels, forward and backward, bit-repeatable; holds no T x T tensor.
 
 Packed sequences run in one launch, the gated sum is formed inside the kernels, and nothing waits
-for the GPU. For tests without one, Triton's interpreter runs the same kernels (TRITON_INTERPRET=1).
+for the GPU. For tests without a GPU, TRITON_INTERPRET=1 runs the same kernels in the interpreter.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ from nsa.reference.rotary import rotate
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CAPABILITY = (8, 0)
 SMALLEST, LARGEST = 16, 256  # head dims
-# Read once: torch.compile can trace neither question.
+# Read once: torch.compile can trace neither query.
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GRAIN = 8  # head dims are padded to a multiple: 16 bytes in 16-bit types
@@ -36,14 +36,14 @@ SOUND = 64
 
 
 def fused(inputs: Inputs, note: Note) -> tuple[Tensor, dict[str, Tensor]]:
-    """(the gated sum o [B, T, HQ, DV], lse by branch), packed sequences included."""
+    """(gated sum o [B, T, HQ, DV], lse by branch), packed sequences included."""
     for branch in inputs.branches:
         note(branch, "triton")
     return _attend(inputs, inputs.branches, inputs.gates.flatten(0, 1), compressed(inputs), note)
 
 
 def run(inputs: Inputs, note: Note) -> Branches:
-    """(o [B, T, HQ, DV], sinks and all, lse [B, T, HQ] if `return_lse`) of each branch."""
+    """(o [B, T, HQ, DV] with sinks, lse [B, T, HQ] if `return_lse`) of each branch."""
     given = compressed(inputs)
     for branch in inputs.branches:
         note(branch, "triton")
@@ -105,7 +105,7 @@ def _attend(
 
 
 def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """(k_cmp, v_cmp) [B, C, HKV, *], packed ones end to end; None for what nobody asked for."""
+    """(k_cmp, v_cmp) [B, C, HKV, *], packed ones end to end; None for one not requested."""
     k, v, phi = inputs.k.get("cmp"), inputs.v.get("cmp"), inputs.phi
     if k is None:
         return None, None
@@ -146,8 +146,8 @@ def compress_by_strides(x: Tensor, kind: str, weights: PhiWeights, config: NSACo
     """phi "linear" or "mlp" (Eq. 7): [B, C, HKV, D] of x [B, T, HKV, D], without unfolding x.
 
     A block is l/d strides of d tokens. Each stride is multiplied once with each of the l/d slabs of
-    the weights, and a block adds up the products [HIDDEN] of its strides; the position encoding is
-    a constant that is multiplied on its own.
+    the weights, and a block sums the products [HIDDEN] of its strides; the position encoding is
+    a constant that is multiplied separately.
     """
     count = count_compressed(x.shape[1], config)
     if count == 0:
@@ -178,28 +178,28 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """(q, scale) of the same scores with a positive scale, under which a maximum stays one."""
+    """(q, scale) with the same scores and a positive scale, which preserves the maximum."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def _padded(x: Tensor | None, least: int = GRAIN) -> Tensor | None:
-    """x with zeros up to `least`, and a multiple of GRAIN, in its last dimension.
+    """x zero-padded in its last dimension to at least `least` and a multiple of GRAIN.
 
-    They add nothing to any product.
+    The zeros add nothing to any product.
     """
     missing = 0 if x is None else max(least - x.shape[-1], -x.shape[-1] % GRAIN)
     return F.pad(x, (0, missing)) if missing else x
 
 
 def why_not(inputs: Inputs) -> list[str]:
-    """Reasons for which the kernels do not take the inputs."""
+    """Reasons why the kernels do not support the inputs."""
     return why_not_for(inputs.q, inputs.value_dim)
 
 
 def why_not_for(q: Tensor, value_dim: int) -> list[str]:
-    """Reasons for which no kernel takes q [..., D] and values of that dim."""
+    """Reasons why no kernel supports q [..., D] and values of that dim."""
     reasons = []
     if not INSTALLED:
         return ["Triton is not installed; pip install 'nsa[triton]'"]
@@ -209,7 +209,7 @@ def why_not_for(q: Tensor, value_dim: int) -> list[str]:
     if min(dims) < SMALLEST or max(dims) > LARGEST:
         reasons.append(f"needs D and DV in {SMALLEST}..{LARGEST}, got {dims[0]} and {dims[1]}")
     if q.is_cuda:
-        # torch.compile cannot trace the question; on an older GPU Triton then gives its own error.
+        # torch.compile cannot trace the query; on an older GPU Triton then raises its own error.
         known = not torch.compiler.is_compiling()
         capability = torch.cuda.get_device_capability(q.device) if known else CAPABILITY
         if capability < CAPABILITY:
@@ -226,14 +226,14 @@ def why_not_for(q: Tensor, value_dim: int) -> list[str]:
 
 
 def first_use(inputs: Inputs) -> None:
-    """Raises on a model of GPU that some kernels were never run on, where they are wrong there."""
+    """Raise on a GPU model on which some kernels were never run if they are wrong there."""
     from nsa.kernels.hopper.first_use import check
 
     check(inputs.q)
 
 
 def _not_interpreted(triton: str, numpy: str) -> str:
-    """Why Triton's interpreter would fail on any kernel, "" where it does not."""
+    """Reason why Triton's interpreter would fail on every kernel, "" if it does not."""
     ours, theirs = (tuple(map(int, v.split(".")[:2])) for v in (triton, numpy))
     if ours >= (3, 7) or theirs < (2, 5):
         return ""
@@ -250,7 +250,7 @@ if INTERPRETED:
 
 
 def not_for_auto(inputs: Inputs) -> list[str]:
-    """Where it runs but another serves better."""
+    """Reasons why `auto` skips this backend although it would run."""
     return [] if inputs.q.is_cuda else ["interpreted without a GPU, thousands of times slower"]
 
 

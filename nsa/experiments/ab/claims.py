@@ -1,4 +1,4 @@
-"""What came of each expectation: a verdict by its rule, from the trials and nothing else."""
+"""Verdicts on the plan's expectations, each by its rule, from the trials alone."""
 
 import math
 import statistics
@@ -20,14 +20,14 @@ from nsa.workbook.keep import without_paths
 from nsa.workbook.scaling import Ratio, fit_exponent, fit_line, paired_ratio
 from whyhung.verdict import arms as compare_paths
 
-LATE = 0.1  # the share of the losses that "the last" are
+LATE = 0.1  # fraction of the losses that count as "the last"
 ALPHA = 0.05
-EXACT = ("allocated", "growing", *COUNTED)  # the same in every turn, so one turn has no spread
+EXACT = ("allocated", "growing", *COUNTED)  # the same in every repeat, so one repeat has no spread
 
 
 @dataclass(frozen=True)
 class Judged:
-    """An expectation, what was found, and its verdict: "" where nothing was predicted of it."""
+    """An expectation, what was found, and its verdict: "" if nothing was predicted."""
 
     rule: Rule | None
     says: str
@@ -41,11 +41,11 @@ class Judged:
 
 
 class Undecided(Exception):
-    """What is missing for a verdict."""
+    """Raised with what is missing for a verdict."""
 
 
 def judge(results: Results) -> list[Judged]:
-    """Every expectation of the plan; and, where arms name other code, whether they ran other."""
+    """Judge every expectation, and check that variants naming different code ran different code."""
     found = [_judged(rule, results) for rule in results.plan.rules]
     if all(one.rule.name != "different_programs" for one in found):
         found += _named_code(results)
@@ -53,7 +53,7 @@ def judge(results: Results) -> list[Judged]:
 
 
 def tally(judged: Sequence[Judged]) -> str:
-    """How many predictions hold."""
+    """Sentence that counts the predictions that hold, are refuted, or are undecided."""
     held = Counter(one.verdict for one in judged)
     names = {"PASS": "hold", "FAIL": "are refuted", "INCONCLUSIVE": "are undecided"}
     told = ", ".join(f"{held[kind]} {name}" for kind, name in names.items())
@@ -139,7 +139,7 @@ def _different(rule: Rule, results: Results) -> Found:
 
 
 def _named_code(results: Results) -> list[Judged]:
-    """Arms that differ in a factor that chooses code: whether any two of them ran the same."""
+    """Check that no two variants that differ in a factor that selects code ran the same code."""
     first = [trial.done for trial in results.trials if trial.number == 0]
     says = "arms that name other code run other code"
     if equal := list(same_paths(first)):
@@ -170,7 +170,7 @@ def _equal_loss(rule: Rule, results: Results) -> Found:
 
 
 def _last_apart(rule: Rule, results: Results, worst: Callable[..., float]) -> float:
-    """Of the arms' mean last losses, pairwise, relative to the smaller."""
+    """Worst pairwise difference of the variants' mean last losses, relative to the smaller."""
     found = []
     for group in rule.groups:
         ends = []
@@ -240,7 +240,7 @@ def _differs(rule: Rule, results: Results) -> Found:
 
 
 def _ratio(rule: Rule, results: Results, base: Any, value: Any) -> Ratio:
-    """value / base over all turns and all groups, of the turns' values."""
+    """Ratio value / base over all repeats and all groups, paired by repeat."""
     of, pairs = rule.given["of"], []
     for group in rule.groups:
         chosen = [[a for a in group if word(a.cell[rule.given["factor"]]) == word(v)]
@@ -281,7 +281,7 @@ def _cost(rule: Rule, results: Results) -> Found:
 
 
 def _rank_order(rule: Rule, results: Results) -> Found:
-    """Each against the next: FAIL where one is the other way round, beyond its interval."""
+    """Compare each value with the next; FAIL if an order is reversed beyond its interval."""
     told, verdicts, numbers = [], set(), {}
     for small, large in pairwise(rule.given["order"]):
         ratio = _ratio(rule, results, small, large)
@@ -299,7 +299,7 @@ def _points(rule: Rule, group: Sequence[Arm], results: Results) -> tuple[list, l
 
 
 def _linear(rule: Rule, results: Results) -> Found:
-    """FAIL where arms are off the line by more than the turns explain, by an F test."""
+    """FAIL if variants are off the line by more than the repeats explain, by an F test."""
     of, told, verdicts, numbers = rule.given["of"], [], set(), {}
     for group in rule.groups:
         x, y, arms = _points(rule, group, results)
@@ -316,7 +316,7 @@ def _linear(rule: Rule, results: Results) -> Found:
 
 
 def _off(x: list[float], arms: Sequence[Arm], of: str, results: Results) -> str:
-    """The lack-of-fit test: residuals of the arms' means against the spread of their turns."""
+    """Lack-of-fit test: residuals of the variants' means against the spread of their repeats."""
     turns = [results.values(arm, of) for arm in arms]
     means = [statistics.fmean(values) for values in turns]
     fit = fit_line(x, means)
@@ -347,7 +347,7 @@ def _exponent(rule: Rule, results: Results) -> Found:
 
 
 def _rest(group: Sequence[Arm], rule: Rule) -> str:
-    """What the arms of a group have in common, before a colon; "" where there is one group."""
+    """Values common to the variants of a group, before a colon; "" if there is one group."""
     if len(rule.groups) == 1 or rule.given["factor"] == ARM:
         return ""
     cell = group[0].cell

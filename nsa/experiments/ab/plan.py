@@ -1,4 +1,4 @@
-"""A plan of arms, checked before anything runs; its grammar is in nsa.experiments.ab."""
+"""A plan of variants, checked before anything runs; its grammar is in nsa.experiments.ab."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nsa.lab.training import check_switch, check_whole
 from nsa.spelling import nearest
 from whyhung.process import script
 
-# What says how much is learnt of what: arms that differ in one of these have losses of their own.
+# Factors that change what is learnt: losses of variants that differ in one are not comparable.
 LEARNT = (
     "preset", "branch", "layers", "dim", "tokens", "batch", "seed", "data", "lr", "changes",
 )  # fmt: skip
@@ -27,17 +27,17 @@ LEARNT = (
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm: its name, its place in the plan, and the factors of its trial."""
+    """One variant: its name, its place in the plan, and the factors of its trial."""
 
     name: str
-    cell: Cell  # what the plan varies; {"arm": name} where arms have names
+    cell: Cell  # the varied factors; {"arm": name} if variants have names
     trial: Cell  # the plan's factors with their values
 
 
 @dataclass(frozen=True)
 class ABPlan:
-    """The plan of a parameter file. ValueError for what could not be run or judged, before any
-    trial: it names the nearest of what is not known."""
+    """Plan of a parameter file. Raises ValueError, before any trial, for what cannot be run or
+    judged; for an unknown name, the error gives the nearest known one."""
 
     factors: dict[str, list[Any]] = field(default_factory=dict)
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class ABPlan:
 
     @classmethod
     def on(cls, where: str, threads: int | None, **given: Any) -> ABPlan:
-        """The plan on a device, "cpu" or "cuda", where it does not say itself what trains it."""
+        """Return the plan on a device, "cpu" or "cuda", unless the plan sets the device itself."""
         if given.get("subject", known.TRAINING_SUBJECT) == known.TRAINING_SUBJECT:
             own = given.get("settings") or {}
             named = {*own, *given.get("factors", ()), *chain(*given.get("arms", {}).values())}
@@ -96,20 +96,20 @@ class ABPlan:
 
     @property
     def varied(self) -> dict[str, list[Any]]:
-        """What arms differ in, by name, with the values that are run."""
+        """Varied factors by name, with the values that are run."""
         if self.arms:
             return {ARM: list(self.arms)}
         return {name: values for name, values in self.trials.values.items() if len(values) > 1}
 
     def arm(self, name: str) -> Arm:
-        """ValueError for a name that no arm has, naming the nearest."""
+        """Return the variant of this name; ValueError for an unknown one, naming the nearest."""
         for one in self.listed:
             if one.name == name:
                 return one
         raise ValueError(f"no arm {name!r}; {nearest(name, [one.name for one in self.listed])}")
 
     def alike(self) -> dict[tuple, list[Arm]]:
-        """Arms by what they train: in one group losses mean the same."""
+        """Group variants by what they train: losses are comparable within a group."""
         groups: dict[tuple, list[Arm]] = {}
         for one in self.listed:
             what = [(name, one.trial[name]) for name in LEARNT if name in one.trial]
@@ -129,14 +129,14 @@ class ABPlan:
             never=self.never,
             steps=self.steps,
             deadline_s=self.deadline_s,
-            # Of ours, arrival and finite watch a step of their own: see nsa.lab.measure.steps.
+            # In our subject, arrival and finite watch a separate step: see nsa.lab.measure.steps.
             oracles=self.oracles if ours or self.oracles else None,
             cover=self.cover,
             question=self.question,
         )
 
     def _of_arms(self) -> dict[str, list[Any]]:
-        """Factors whose first values are the base's; an arm without a factor has its default."""
+        """Factors, the base's value first; a variant without a factor has its default."""
         for name, arm in self.arms.items():
             if not isinstance(arm, dict):
                 raise ValueError(f"arm {name!r} is {arm!r}; it must be a mapping of factors")
@@ -192,9 +192,9 @@ def _key(pairs: list[tuple[str, Any]]) -> tuple:
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for notebook parameters that cannot be run."""
     given = {name: values[name] for name in values if name not in ("device", "budget_s")}
     given["factors"] = {} if given["arms"] else given["factors"]
     where = "cuda" if torch.cuda.is_available() and values["device"] != "cpu" else "cpu"
-    if where == "cuda" or values["device"] != "cuda":  # else it is for another machine than this
+    if where == "cuda" or values["device"] != "cuda":  # otherwise it is for another machine
         ABPlan.on(where, None, **given)

@@ -1,4 +1,4 @@
-"""The figures of an A/B, in the looks of all others."""
+"""Figures of an A/B, in the common style."""
 
 import math
 
@@ -11,12 +11,12 @@ from nsa.lab.search.candidates import ordered, word
 from nsa.workbook import looks
 
 TIMES = {"seconds": "time", "processor": "processor time"}
-LEAST_LOSSES = 10  # steps of which a curve is drawn
+LEAST_LOSSES = 10  # fewest steps for which a curve is drawn
 
 
 def arms(results: Results, *, note: str = "", on_cpu: bool = True):
-    """Every turn of every arm: a step's time and MiB. On a CPU the time is the processor's, and in
-    units of the first arm."""
+    """Plot step time and MiB of every repeat of every variant. On a CPU, time is processor time in
+    units of the first variant."""
     plan = results.plan
     memory = [of for of in ("allocated", "reserved") if _any(results, of)]
     clock = _clock(results, on_cpu)
@@ -61,7 +61,7 @@ def _dots(axes, results: Results, of: str, number: int, several: bool, on_cpu: b
 
 
 def _short(arm: Arm) -> str:
-    """The values alone: the axis has the factors' names."""
+    """Values alone: the axis has the factors' names."""
     return ", ".join(map(word, arm.cell.values()))
 
 
@@ -70,9 +70,9 @@ def _clock(results: Results, on_cpu: bool) -> str:
 
 
 def over(results: Results, *, note: str = "", on_cpu: bool = True):
-    """Time and memory against the numbers that the plan varies; None where it varies none.
+    """Plot time and memory against the plan's numeric factor; None if it varies no number.
 
-    Logarithmic where the plan asks for a power, else with the straight line of least squares.
+    Logarithmic if the plan has an `exponent_in` rule, else with a least-squares line.
     """
     plan = results.plan
     numbers = [n for n, values in plan.varied.items() if len(values) > 2 and ordered(values)]
@@ -119,7 +119,7 @@ def over(results: Results, *, note: str = "", on_cpu: bool = True):
 
 
 def losses(results: Results):
-    """Loss against step, a line a trial; None for a plan of few steps."""
+    """Plot loss against step, one line per trial; None for a plan of few steps."""
     plan = results.plan
     if plan.steps < LEAST_LOSSES or not any(trial.losses for trial in results.trials):
         return None

@@ -1,4 +1,4 @@
-"""The rules that a plan's `expect` may name, checked against what the plan varies and measures."""
+"""Rules that a plan's `expect` may name, checked against what the plan varies and measures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whyhung.verdict import KINDS
 if TYPE_CHECKING:
     from nsa.experiments.ab.plan import ABPlan, Arm
 
-ARM = "arm"  # what is varied where arms have names
+ARM = "arm"  # name of the varied factor if variants have names
 METRICS = (*MEASURED, "startup")
 TIMED = (
     "seconds",
@@ -25,11 +25,11 @@ TIMED = (
     "startup",
 )  # which vary by themselves
 COUNTED = ("operations", "nodes")
-UNITS = dict.fromkeys(TIMED, "s") | dict.fromkeys(COUNTED, "")  # of all others MiB
-# What each takes: nothing, a number of at least 0, or a mapping of these keys, "!" if they must be.
+UNITS = dict.fromkeys(TIMED, "s") | dict.fromkeys(COUNTED, "")  # all others: MiB
+# Arguments of each: none, a number of at least 0, or a mapping of these keys ("!": required).
 TAKES: dict[str, Any] = {
     "same_verdict": None,
-    "verdict": {},  # text, or a kind for each arm
+    "verdict": {},  # text, or a kind for each variant
     "fault": {"arm": "!", "says": "!"},
     "different_programs": None,
     "equal_gradients": None,
@@ -45,23 +45,23 @@ TAKES: dict[str, Any] = {
     "rank_order": {"of": "seconds", "factor": "!", "order": "!"},
 }  # fmt: skip
 LOSSES = ("equal_loss", "loss_within", "loss_apart", "equal_gradients")
-FEWEST = 3  # points of a line or a power: two lie on one whatever they are
+FEWEST = 3  # points of a line or a power law: two always fit exactly
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One expectation. `says`: what it predicts, in words; arms: those that it is of."""
+    """One expectation. says: the prediction in words; arms: the variants it applies to."""
 
     name: str
     given: dict[str, Any]
     arms: tuple[Arm, ...]
     says: str
-    # Arms that differ in nothing but the rule's factor, or that train the same, for losses.
+    # Variants that differ only in the rule's factor or, for losses, that train alike.
     groups: tuple[tuple[Arm, ...], ...] = field(default=())
 
 
 def rule(entry: Any, plan: ABPlan) -> Rule:
-    """The rule that an entry of `expect` means for the plan. ValueError where it does not fit."""
+    """Return the rule of an entry of `expect` for the plan. ValueError if it does not fit."""
     name, given, where = _read(entry)
     given = _arguments(name, given)
     arms = _where(where, plan, name)
@@ -129,7 +129,7 @@ def _arguments(name: str, given: Any) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> float:
-    """YAML reads 1e-4, without a dot, as text."""
+    """Number of at least 0, also from text: YAML reads 1e-4, without a dot, as text."""
     try:
         found = float(value) if not isinstance(value, bool) else -1.0
     except (TypeError, ValueError):
@@ -184,7 +184,7 @@ def _check_verdicts(name: str, given: dict[str, Any], plan: ABPlan) -> None:
 
 
 def _with_values(name: str, given: dict[str, Any], plan: ABPlan) -> dict[str, Any]:
-    """The arguments with what was left to the plan; ValueError for values that it does not run."""
+    """Arguments completed with the plan's defaults; ValueError for values that it does not run."""
     factor = given["factor"]
     _check_varied(name, factor, plan)
     values = plan.varied[factor]
@@ -216,7 +216,7 @@ def _with_values(name: str, given: dict[str, Any], plan: ABPlan) -> dict[str, An
 
 
 def _others_equal(given: dict[str, Any], arms: list[Arm]) -> list[list[Arm]]:
-    """Arms that are equal but for the factor, of the values that the rule names."""
+    """Groups of variants that differ only in the factor, restricted to the values of the rule."""
     named = given.get("order") or [given[key] for key in ("base", "value") if key in given]
     groups: dict[str, list[Arm]] = {}
     for arm in arms:
@@ -238,7 +238,7 @@ def _why_no_group(name: str, given: dict[str, Any]) -> str:
 
 
 def matches(cell: Cell, where: Mapping[str, Any]) -> bool:
-    """Whether a cell has these values, each given as one or as a list of them; True is not 1."""
+    """Return True if a cell has these values, each given alone or as a list; True is not 1."""
     return all(
         any(type(cell[n]) is type(v) and cell[n] == v for v in (g if isinstance(g, list) else [g]))
         for n, g in where.items()

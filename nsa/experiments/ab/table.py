@@ -1,4 +1,4 @@
-"""The arms beside each other, what was predicted beside what was found, and rows of metrics.csv."""
+"""Tables of variants and of predictions beside findings, and rows of metrics.csv."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from nsa.experiments.ab.rules import COUNTED, METRICS, TIMED, UNITS
 from nsa.experiments.ab.trials import Results
 from nsa.workbook.scaling import paired_ratio
 
-# Of each: metric, mode and unit in metrics.csv, and the factor to that unit.
+# Metric, mode and unit in metrics.csv, and the factor that converts to that unit.
 ROWS = {
     "seconds": ("step_time", "step", "ms", 1e3),
     "processor": ("processor_time", "step", "ms", 1e3),
@@ -30,7 +30,7 @@ ROWS = {
 
 
 def arms(results: Results, *, on_cpu: bool) -> pandas.DataFrame:
-    """One row an arm, its medians over the turns; on a CPU times are those of the first arm = 1."""
+    """One row per variant, medians over repeats; on a CPU, times relative to the first variant."""
     lines, base = [], results.plan.listed[0]
     for arm in results.plan.listed:
         ended = Counter(trial.done.verdict.label for trial in results.of(arm))
@@ -64,7 +64,7 @@ def _number(value: float, of: str) -> str:
 
 
 def expectations(judged: Sequence[Judged]) -> pandas.DataFrame:
-    """What the plan predicted, what was found, and the verdict of its rule."""
+    """Table of each prediction, what was found, and the verdict of its rule."""
     lines = [
         {"predicted": one.says, "found": one.found, "verdict": one.verdict or "none predicted"}
         for one in judged
@@ -73,7 +73,7 @@ def expectations(judged: Sequence[Judged]) -> pandas.DataFrame:
 
 
 def failures(results: Results) -> pandas.DataFrame:
-    """Trials that did not pass: their ids are for `nsa explain`."""
+    """Table of the trials that did not pass, with ids for `nsa explain`."""
     lines = [
         {"arm": t.arm.name, "trial": t.id, "verdict": t.done.verdict.label,
          "because": "; ".join(t.done.verdict.because[:2])}
@@ -83,7 +83,7 @@ def failures(results: Results) -> pandas.DataFrame:
 
 
 def to_metrics(results: Results) -> list[dict]:
-    """Rows for metrics.csv, one an arm and metric; an arm without a value has the outcome."""
+    """Rows for metrics.csv, one per variant and metric; without a value, a row has the outcome."""
     found = []
     for arm in results.plan.listed:
         trials = results.of(arm)
@@ -97,7 +97,7 @@ def to_metrics(results: Results) -> list[dict]:
             "backend": spec.get("settings", {}).get("backend", ""),
             "x_name": "tokens" if tokens is not None else "",
             "x_value": tokens,
-            "device": spec.get("settings", {}).get("device"),  # else where the run's cells run
+            "device": spec.get("settings", {}).get("device"),  # default: that of the run's cells
             "config": {"arm": arm.name, **arm.trial, "trials": [trial.id for trial in trials]}
             | ({} if kinds == ["PASS"] else {"outcome": ", ".join(kinds)}),
         }

@@ -1,4 +1,4 @@
-"""Runs a plan's arms in turns, each trial in processes of its own, and holds what came of it."""
+"""Run a plan's variants interleaved, each trial in its own processes, and hold the results."""
 
 import math
 import re
@@ -21,10 +21,10 @@ from whyhung.process.gpus import Gpus
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial of an arm. values: what was measured of it, nothing unless it passed."""
+    """One trial of a variant. values: its measurements, empty unless it passed."""
 
     arm: Arm
-    number: int  # of the turn, from 0
+    number: int  # of the repeat, from 0
     done: Done
     values: dict[str, float]
 
@@ -39,34 +39,34 @@ class Trial:
 
 @dataclass
 class Results:
-    """A plan's trials in the order in which they were run; `why` there are not more, if so."""
+    """A plan's trials in the order they ran; why: the reason that trials are missing, if any."""
 
     plan: ABPlan
     trials: list[Trial] = field(default_factory=list)
     why: str = ""
 
     def of(self, arm: Arm) -> list[Trial]:
-        """Its trials, by turn."""
+        """Trials of a variant, by repeat."""
         found = [trial for trial in self.trials if trial.arm.name == arm.name]
         return sorted(found, key=lambda trial: trial.number)
 
     def values(self, arm: Arm, of: str) -> list[float]:
-        """One value a turn, NaN where there is none."""
+        """One value per repeat, NaN if there is none."""
         found = {trial.number: trial.values.get(of, math.nan) for trial in self.of(arm)}
         return [found.get(number, math.nan) for number in range(self.plan.repeats)]
 
     def middle(self, arm: Arm, of: str) -> float:
-        """The median of an arm's turns, NaN unless each has a value."""
+        """Median over a variant's repeats, NaN unless each has a value."""
         values = self.values(arm, of)
         return statistics.median(values) if all(map(math.isfinite, values)) else math.nan
 
     @property
     def missing(self) -> int:
-        """Trials that were not run."""
+        """Number of trials that were not run."""
         return len(self.plan.listed) * self.plan.repeats - len(self.trials)
 
     def finish(self) -> None:
-        """RuntimeError where trials are missing: a run that was stopped is not the plan's."""
+        """Raise RuntimeError if trials are missing: a stopped run does not fulfill the plan."""
         if self.missing:
             raise RuntimeError(
                 f"{self.missing} of {self.missing + len(self.trials)} trials were not run: "
@@ -82,10 +82,10 @@ def run(
     gpus: Gpus | None = None,
     say: Callable[[Trial], None] = lambda trial: None,
 ) -> Results:
-    """All arms once, then all again, `plan.repeats` times: what drifts meets every arm alike.
+    """Run all variants once per repeat, interleaved, so that drift affects every variant alike.
 
-    One trial at a time, all on one of `gpus`, or several ranks on all; those in the ledger are not
-    run again. It stops in order when the budget of seconds, or of the run, is spent.
+    One trial runs at a time, on one of `gpus`, or on all with several ranks; trials in the ledger
+    are not run again. It stops cleanly when the budget of seconds, or of the run, is spent.
     """
     left = sweep.Budget(budget_s or math.inf)
     seconds = left.share(math.inf)
@@ -104,8 +104,8 @@ def run(
 
 
 def _values(done: Done, warmup: int) -> dict[str, float]:
-    """Of what is there for each step, the median after warm-up; of memory the most."""
-    if done.verdict.kind != "PASS":  # what fails gets no timing
+    """Median of per-step times after warm-up; maximum of the other per-step values."""
+    if done.verdict.kind != "PASS":  # failures get no timing
         return {}
     found: dict[str, float] = {}
     for name in MEASURED:
@@ -120,9 +120,9 @@ def _values(done: Done, warmup: int) -> dict[str, float]:
 
 
 def adopt(plan: ABPlan, ledger: Ledger, folder: Path) -> int:
-    """Copies finished trials of earlier runs of the same id, which did not reach their end.
+    """Copy finished trials of earlier, incomplete runs of the same id; return how many.
 
-    folder: of this run, `runs/<day>/<name>-<id>`, also with a number behind it.
+    folder: this run's, `runs/<day>/<name>-<id>`, possibly with a numeric suffix.
     """
     named = re.fullmatch(r"(.+-[0-9a-f]{8})(-\d+)?", folder.name)
     if named is None:  # no run of `nsa run`

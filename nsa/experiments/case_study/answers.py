@@ -1,4 +1,4 @@
-"""What stored runs answer to the questions of the decision, with the lines that were read."""
+"""Answers of stored runs to the questions of the decision, with the lines that were read."""
 
 import re
 from collections.abc import Callable, Collection
@@ -13,17 +13,17 @@ from nsa.workbook.claim import UNDECIDED
 from nsa.workbook.metrics import is_gpu
 from nsa.workbook.results import Sentence, Stored, StoredRun
 
-FEWER = 10.0  # times fewer operations, for a step that operations explain
-SAME = 1e-6  # of the largest output: what rounding may make of the same attention in fp64
-ALERT_GIB, LIMIT_GIB = 60.0, 65.0  # the case study's; it says GB, of an allocator that counts MiB
-LAYERS, TOKENS = 12, 2048  # its production model's, which GO or NO-GO is about
+FEWER = 10.0  # ratio of operations above which they explain a step's time
+SAME = 1e-6  # relative to the largest output: tolerance for rounding of the same attention in fp64
+ALERT_GIB, LIMIT_GIB = 60.0, 65.0  # from the case study; it writes GB, its allocator MiB
+LAYERS, TOKENS = 12, 2048  # its production model, the subject of GO or NO-GO
 _told = yaml.safe_load(Path(__file__).with_name("decision.yaml").read_text(encoding="utf-8"))
 SENTENCES = _told["sentences"]  # (notebook, beginning), by name
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What evidence says to a question, with its numbers; None: there is none, `because` tells.
+    """Answer to a question, with its numbers; holds: None without evidence (see `because`).
 
     where: the lines and folders, below the runs' root, that it was read from.
     """
@@ -41,7 +41,7 @@ def nothing(stored: Stored) -> Answer:
 
 
 def _late(stored: Stored) -> list[tuple[dict[str, Any], str]]:
-    """Rows of the same run under longer and longer deadlines, and where each is."""
+    """Rows of the same run under longer and longer deadlines, and the location of each."""
     found = stored.sentence("03", "the same run comes further")
     if found is None or not isinstance(found.evidence, dict) or "trials" not in found.evidence:
         return []
@@ -53,7 +53,7 @@ def _late(stored: Stored) -> list[tuple[dict[str, Any], str]]:
 
 
 def late_is(stored: Stored, column: str, pattern: str) -> Answer:
-    """Whether that column of the trial under the old deadline begins so."""
+    """Decide whether that column of the trial under the old deadline matches `pattern`."""
     trials = _late(stored)
     if not trials:
         return NOTHING
@@ -112,7 +112,7 @@ def arms_differ(stored: Stored) -> Answer:
 
 
 def loop_is_attention(stored: Stored) -> Answer:
-    """Its attention as the reports ran it, beside the reference in fp64."""
+    """Compare the loop's attention, as the reports ran it, with the reference in fp64."""
     as_it_was = {"operation": "attention", "metric": "error"}
     found = stored.rows(
         "03", lambda r: bool(r["config"].get("defects")) and _measured(r), **as_it_was
@@ -127,15 +127,15 @@ def loop_is_attention(stored: Stored) -> Answer:
 
 
 def all_hold(stored: Stored, *names: str, ranks: int = 1) -> Answer:
-    """Whether the newest decided sentence of each of those SENTENCES is a PASS; `ranks`: of runs of
-    at least so many."""
+    """Decide whether the newest decided sentence of each of these SENTENCES is a PASS; `ranks`:
+    from runs of at least that many."""
     wanted = [one for name in names for one in SENTENCES[name]]
     found = [stored.sentence(*one, among=_ranks(ranks)) for one in wanted]
     return _joined([s for s in found if s], len(wanted))
 
 
 def not_held(stored: Stored, name: str) -> Answer:
-    """The contrary of `all_hold` on two ranks."""
+    """Negation of `all_hold` on two ranks."""
     found = all_hold(stored, name, ranks=2)
     return found if found.holds is None else replace(found, holds=not found.holds)
 
@@ -158,8 +158,8 @@ def _joined(found: list[Sentence], wanted: int) -> Answer:
 
 
 def _factor_matters(stored: Stored, factor: str, least: Collection[str] = ()) -> Answer:
-    """Whether arms of the newest A/B run that varies this factor, over at least these values, ended
-    otherwise."""
+    """Decide whether variants in the newest A/B run that varies this factor, over at least these
+    values, ended differently."""
     for run in stored.of("08"):
         ended: dict[str, set[str]] = {}
         for row in run.rows:
@@ -174,7 +174,7 @@ def _factor_matters(stored: Stored, factor: str, least: Collection[str] = ()) ->
 
 
 def transport_matters(stored: Stored) -> Answer:
-    """Whether two ranks' gradients arrive under one of NCCL and gloo alone."""
+    """Decide whether two ranks' gradients are correct under only one of NCCL and gloo."""
     both = ("nccl", "gloo")
     if (compared := _factor_matters(stored, "communication", both)).holds is not None:
         return compared
@@ -193,14 +193,14 @@ def transport_matters(stored: Stored) -> Answer:
 
 
 def _transports(run: StoredRun) -> set[str]:
-    """Of its rows: "auto" is NCCL on GPUs and gloo elsewhere."""
+    """Communication backends in the run's rows ("auto": NCCL on GPUs, else gloo)."""
     rows = [row["config"] for row in run.rows if "communication" in row["config"]]
     automatic = {"cuda": "nccl"}
     return {c["communication"] or automatic.get(c.get("device"), "gloo") for c in rows}
 
 
 def version_matters(stored: Stored) -> Answer:
-    """Whether sentences of tracing or correctness come out otherwise under another torch."""
+    """Decide whether sentences of tracing or correctness differ in verdict under another torch."""
     if (compared := _factor_matters(stored, "python")).holds is not None:
         return compared
     for notebook in ("05", "00"):
@@ -229,8 +229,8 @@ PEAKS = {  # notebooks and operations of the rows that hold them
 
 
 def peak(stored: Stored, subject: str) -> Answer:
-    """Of the largest cell of that size: a backend that holds more is no excuse, nor is one that ran
-    out of memory."""
+    """Compare the largest cell of that size with the limit; a backend that needs more memory, or
+    ran out of it, counts too."""
     found = [
         stored.rows(notebook, _wants_memory, operation=operation, metric="peak_memory", mode="step")
         for notebook, operation in PEAKS[subject]
@@ -258,7 +258,7 @@ def _measured(row: dict[str, Any]) -> bool:
 
 
 def _production(row: dict[str, Any]) -> bool:
-    """A cell of the production model at its T, one sequence, on a GPU."""
+    """True for a cell of the production model at its T, one sequence, on a GPU."""
     config = row["config"]
     named = config.get("preset") or config.get("design") or config.get("model")
     sized = config.get("layers") == LAYERS and row["x_value"] == TOKENS
@@ -266,7 +266,7 @@ def _production(row: dict[str, Any]) -> bool:
 
 
 def speed(stored: Stored, subject: str) -> Answer:
-    """Of the slowest cell of that size. A loop of fewer layers bounds a deeper one from above."""
+    """Compare the slowest cell of that size with the target. Fewer layers give an upper bound."""
     least = TARGET_TOKENS_PER_S[0]
     if subject == "today":
         found = stored.rows(
@@ -296,6 +296,6 @@ def speed(stored: Stored, subject: str) -> Answer:
 
 
 def _timed_long(row: dict[str, Any]) -> bool:
-    """On a GPU, and long enough for a design that is not a toy."""
+    """True for a latency on a GPU, at a T large enough for a design that is not a toy."""
     timed = "latency" in row["metric"] and _measured(row)
     return timed and is_gpu(row["device"]) and row["x_value"] >= 1024

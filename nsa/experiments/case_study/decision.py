@@ -1,7 +1,7 @@
-"""Hung, slow, wrong or sound: a decision tree, and GO or NO-GO, of evidence that runs stored.
+"""Hung, slow, wrong or sound: a decision tree, and GO or NO-GO, from evidence that runs stored.
 
 Two subjects: the case study's loop, rebuilt, and today's system. Every answer is read from claims
-and rows of stored runs and says where; the same runs give the same answers.
+and rows of stored runs and names them; the same runs give the same answers.
 """
 
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ from nsa.workbook.identity import PACKAGE
 from nsa.workbook.results import Stored, open_stored
 from nsa.workbook.store import Run
 
-RIGHT = "attention is attention"  # the rule that other code makes stale
+RIGHT = "attention is attention"  # the rule whose evidence changes of the code make stale
 SUBJECTS = {"loop": "the case study's loop, rebuilt", "today": "today's system"}
 RUNS = PACKAGE.parent / "runs"
 
 
 @dataclass(frozen=True)
 class Question:
-    """A node: what is asked, what follows either answer, and how it is read for each subject.
+    """Node of the tree: its text, the nodes after yes and no, and the answer for each subject.
 
     wants: the command whose run would answer for today's system.
     """
@@ -45,7 +45,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A conclusion; `then`: the question that comes after one that is not the end."""
+    """Conclusion; `then`: the question that follows, if it is not the end."""
 
     text: str
     at: tuple[float, float]
@@ -59,15 +59,15 @@ LEAVES = {name: Leaf(**one) for name, one in _told["leaves"].items()}
 
 
 def evidence(live: Run | None = None) -> Stored:
-    """The runs of the checkout; or one alone, which is not over."""
+    """Runs of the checkout, or only one that has not ended."""
     return Stored([], live) if live else open_stored(RUNS)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The way from the first question to the end: (question, its answer), and the leaves on it.
+    """Path from the first question to the end: (question, its answer), and the leaves on it.
 
-    missing: the question without an answer at which it broke off, "" for none.
+    missing: the unanswered question at which it broke off, "" for none.
     """
 
     subject: str
@@ -77,7 +77,7 @@ class Decision:
 
     @property
     def nodes(self) -> list[str]:
-        """Questions and leaves in the order in which they were met."""
+        """Questions and leaves in the order of the path."""
         met, leaves = [], list(self.leaves)
         for node, answer in self.path:
             met.append(node)
@@ -87,7 +87,7 @@ class Decision:
 
     @property
     def conclusion(self) -> str:
-        """The leaves in words; what would answer the question that has no answer."""
+        """Leaves in words, and the command that would answer the missing question."""
         told = [LEAVES[leaf].text for leaf in self.leaves]
         if self.missing:
             question = TREE[self.missing]
@@ -102,7 +102,7 @@ def _next(node: str, answer: Answer) -> str:
 
 
 def decide(stored: Stored, subject: str) -> Decision:
-    """The subject's way through the tree; it ends where evidence is missing."""
+    """Path of the subject through the tree; it ends where evidence is missing."""
     path: list[tuple[str, Answer]] = []
     leaves: list[str] = []
     node = "ended"
@@ -120,8 +120,8 @@ def decide(stored: Stored, subject: str) -> Decision:
 
 @dataclass(frozen=True)
 class Reason:
-    """One rule of GO or NO-GO, and its answer; `provide`: the command for one without, or for one
-    whose evidence is old; `ages`: how old the runs are that it was read from."""
+    """Rule of GO or NO-GO, and its answer; `provide`: the command to run if there is none or its
+    evidence is old; `ages`: ages of the runs that it was read from."""
 
     rule: str
     answer: Answer
@@ -135,7 +135,7 @@ class Reason:
 
 
 def go(stored: Stored, subject: str) -> list[Reason]:
-    """Whether the production training could start on this system, rule by rule."""
+    """Rules for starting the production training on this system, each with its answer."""
     least, most = TARGET_TOKENS_PER_S
     size = f"{answers.LAYERS} layers at T {answers.TOKENS}, batch 1"
     hangs = ["no hangs"] if subject == "loop" else ["ended", "no alarms"]
@@ -156,8 +156,8 @@ def go(stored: Stored, subject: str) -> list[Reason]:
 
 
 def _aged(reason: Reason, stored: Stored, *, of_today: bool) -> Reason:
-    """With the ages of the runs that it was read from. What holds of other code than today's, or of
-    nobody knows which, is not known of today's."""
+    """Add the ages of the runs that it was read from. With `of_today`, a positive answer from other
+    code than today's, or from an unknown commit, becomes undecided."""
     folders = {"/".join(where.split("/")[:2]) for where in reason.answer.where}
     runs = [run for run in stored.runs if run.opens(run.folder) in folders]
     answer, ages = reason.answer, tuple(dict.fromkeys(str(run.age()) for run in runs))

@@ -1,4 +1,4 @@
-"""Figures that the case study reported: every name of figures.yaml, and what follows from them.
+"""Figures that the case study reported: every name of figures.yaml, and values derived from them.
 
 The case study is a public PyTorch implementation of NSA and five reports on it of August 2025.
 """
@@ -15,7 +15,7 @@ ESTIMATOR, MEMORY_MIB = _told["ESTIMATOR"], _told["MEMORY_MIB"]
 STATED = frozenset(_told["STATED"])
 PER_LAYER = {(design, tokens): count for design, counts in _told["PER_LAYER"].items()
              for tokens, count in counts.items()}  # fmt: skip
-# (layers, T) -> MiB: of the memory table, and of the 12-layer run.
+# (layers, T) -> MiB: from the memory table, and from the 12-layer run.
 PEAKS_MIB = {(5, tokens): mib for tokens, mib in MEMORY_MIB.items()}
 PEAKS_MIB[12, 2048] = _told["PRODUCTION_PEAK_MIB"]
 
@@ -46,7 +46,7 @@ class Timing:
 
     @property
     def microseconds(self) -> float:
-        """Per operation."""
+        """Microseconds per operation."""
         return 1e6 * self.seconds / self.operations
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ ALL_TIMINGS = TIMINGS + OTHER_TIMINGS
 
 
 def held_out_us(each) -> list[float]:
-    """For each of several microseconds an operation, the constant that all others give: their
-    geometric mean."""
+    """Leave-one-out constants: for each value, in microseconds an operation, the geometric mean of
+    all others."""
     logs = [math.log(us) for us in each]
     return [math.exp((sum(logs) - log) / (len(logs) - 1)) for log in logs]

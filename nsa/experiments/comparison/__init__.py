@@ -1,1 +1,1 @@
-"""Which backend is fastest and right at a shape?"""
+"""Comparison of backends: the fastest correct one at each shape."""

@@ -1,7 +1,7 @@
-"""One implementation at one shape: accuracy, time, memory, graphs last, and how it ended.
+"""Measure one implementation at one shape: accuracy, time, memory, outcome, and last, graphs.
 
-What a capture leaves behind when it fails (a stream in error, an allocator that still records)
-would reach every implementation that is measured after it in the same process.
+A failed capture leaves state behind (a stream in error, an allocator that still records), which
+would affect every implementation that is measured after it in the same process.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ from whyhung.process.child import is_out_of_memory
 
 NOT_COMPARED = "not compared: it computes another function"
 UNKNOWN = Ceilings(math.nan, math.nan)
-REVEAL_S = 10.0  # what finding out a selection at a benchmark's own T may take
+REVEAL_S = 10.0  # time limit for revealing a selection at a benchmark's own T
 UNION_TILES = 64
-# Of the limit. Its product of white numbers draws more power than attention does, and has slower
-# clocks where power bounds them: on an H100 FlashAttention-4 reached 104 % of it.
+# Tolerated fraction of the limit. Its random-number matmul draws more power than attention, which
+# lowers power-bound clocks: on an H100 FlashAttention-4 reached 104 % of it.
 BEYOND = 1.10
 LATER = ("memory", "step")  # stages after which the times that matter are known
-GRAPH_TOKENS, GRAPH_MS = 4096, 20.0  # launches are felt at short T alone
+GRAPH_TOKENS, GRAPH_MS = 4096, 20.0  # launches matter only at short T
 
 
 def empty(
     shape: Shape, implementation: Implementation, device: str = "cpu", ceilings: Ceilings = UNKNOWN
 ) -> dict:
-    """The cell of a measurement that has not begun: one implementation at one shape.
+    """Return the cell of a measurement that has not begun: one implementation at one shape.
 
     Modes: forward and backward, on a GPU step, and for short T graph_forward and graph_backward.
     """
@@ -62,7 +62,7 @@ def empty(
 
 
 def fail(cell: dict, outcome: str, text: str) -> None:
-    """Records a failure; speed, memory and passed checks are removed."""
+    """Record a failure; speed, memory and passed checks are removed."""
     for name in ("latency_ms", "memory_mib", "errors"):
         cell[name].clear()
     cell |= {"checked": "", "outcome": outcome}
@@ -72,18 +72,18 @@ def fail(cell: dict, outcome: str, text: str) -> None:
 
 
 def add(cell: dict, text: str) -> None:
-    """Appends a remark to a cell's message."""
+    """Append a remark to a cell's message."""
     cell["message"] = "; ".join(filter(None, (cell["message"], text)))
 
 
 def brief(error: BaseException) -> str:
-    """An error's kind and the first line of its message."""
+    """Type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 class Runner:
-    """Measures one implementation after another on a device, and remembers checks already made."""
+    """Measure implementations one after another on a device, caching checks already made."""
 
     def __init__(self, device: torch.device, clock: Clock, cpu_memory: bool) -> None:
         self.device, self.clock = device, clock
@@ -94,7 +94,7 @@ class Runner:
         self.mark: list[torch.Tensor] = []  # of the inputs as they were drawn
 
     def draw(self, shape: Shape) -> tuple[Drawn | None, str]:
-        """The inputs, or None and the reason."""
+        """Return the inputs, or None and the reason."""
         if self.broken:
             return None, self.broken
         try:
@@ -108,7 +108,7 @@ class Runner:
         return drawn, why
 
     def union(self, drawn: Drawn) -> dict[str, float]:
-        """Mean distinct blocks of 4 and 8 neighbouring queries, from a sample of tiles."""
+        """Mean count of distinct blocks of 4 and 8 neighbouring queries, from a sample of tiles."""
         with contextlib.suppress(Exception), torch.no_grad():
             tiles = drawn.shape.tokens // 8
             count = min(tiles, UNION_TILES)
@@ -120,7 +120,7 @@ class Runner:
         return {}
 
     def fill(self, cell: dict, implementation: Implementation, drawn: Drawn) -> None:
-        """Measures an implementation and writes the result into its cell."""
+        """Measure an implementation and write the result into its cell."""
         if self.broken:
             cell |= {"outcome": "not run", "message": self.broken}
             return
@@ -146,7 +146,7 @@ class Runner:
             self.broken = f"the device failed in {implementation.name}: {self.broken}"
 
     def _restore(self, cell: dict, drawn: Drawn) -> None:
-        """Fails an implementation that writes to its inputs, and restores them for the next one."""
+        """Fail an implementation that writes to its inputs, and restore them for the next one."""
         try:
             pairs = zip(self.mark, drawn.fingerprint(), strict=True)
             if all(torch.equal(before, now) for before, now in pairs):
@@ -190,7 +190,7 @@ class Runner:
         self._time(cell, implementation, drawn, backward, checked)
 
     def _check(self, cell, implementation, drawn, backward) -> check.Checked | None:
-        """What was checked at this very T, None where nothing was; all of it is in the cell."""
+        """Check accuracy; return the check at this T, None if there was none. Fills the cell."""
         if implementation.other:
             cell["checked"] = NOT_COMPARED
             with torch.set_grad_enabled(backward):
@@ -206,7 +206,7 @@ class Runner:
             if shape != small:
                 with torch.no_grad():
                     ms = timing.once_ms(lambda: implementation.call(first, None), self.device)
-            self.clock.start()  # some of its kernels are compiled now
+            self.clock.start()  # some of its kernels are now compiled
             self.small[key] = (checked.by_mode(), checked.what, ms / 1e3)
         errors, what, small_s = self.small[key]
         cell |= {"errors": dict(errors), "checked": f"T={small.tokens}: {what}"}
@@ -217,7 +217,7 @@ class Runner:
             return checked
         with torch.no_grad():
             implementation.call(drawn, None)
-            self.clock.start()  # and those for this T
+            self.clock.start()  # and the kernels for this T
             forward_s = timing.once_ms(lambda: implementation.call(drawn, None), self.device) / 1e3
         self.clock.check(5 * forward_s, "the accuracy check at this T")
         passes = -(-count_selectable(shape.tokens, shape.config) // shape.value_dim)
@@ -274,7 +274,7 @@ class Runner:
                 add(cell, f"{mode}: faster than the limit, so it does not do all of the work")
 
     def release(self) -> None:
-        """Frees what a failed call held, and notes it if the device no longer answers."""
+        """Free what a failed call held, and note if the device no longer responds."""
         if self.device.type == "cuda" and not self.broken:
             gc.collect()
             try:
@@ -289,8 +289,8 @@ def add_graphs(
     runner: Runner,
     say: Callable[[dict], None] = lambda cell: None,
 ) -> None:
-    """Writes graph_forward and graph_backward into the cells that ran, are short, and can be
-    captured; into the others' messages, why not. The outcome stays as it is."""
+    """Write graph_forward and graph_backward into the cells that ran, are short, and can be
+    captured; into the others' messages, the reason. The outcome is unchanged."""
     for shape in dict.fromkeys(shape for _, shape, _ in measured):
         mine = [(cell, i) for cell, s, i in measured if s == shape and _eligible(cell, i)]
         if not mine:
@@ -323,7 +323,7 @@ def _eligible(cell: dict, implementation: Implementation) -> bool:
 
 
 def capture(cell: dict, implementation: Implementation, drawn: Drawn) -> None:
-    """On leaves of its own, which no forward on another stream has met."""
+    """Time CUDA graphs on fresh leaves, unused by a forward on any other stream."""
     fresh = drawn.fresh()
     leaves = [fresh.leaves()[name] for name in implementation.reaches(fresh)]
     taken = timing.graph_latency(lambda: implementation.call(fresh, None), leaves, fresh.do)

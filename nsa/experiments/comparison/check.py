@@ -1,4 +1,4 @@
-"""Accuracy before speed: an implementation against fp64, its selection found out from outside.
+"""Check accuracy before speed: an implementation against fp64, its selection revealed externally.
 
 At a benchmark's own T the definition's T x T masks do not fit; a few rows of them do. With dO zero
 at all other rows, every gradient is known exactly, too.
@@ -22,22 +22,22 @@ from nsa.reference.compress import Phi, compress_keys, compress_values
 from nsa.reference.nsa import BRANCHES, combine, compressed_visible
 from nsa.reference.select import selected_tokens
 
-ELEMENTS = 1 << 27  # scores of one branch that are held at once
-SAMPLE = 64  # query rows that are looked at where T is too long for all of them
-ALL_ROWS = 4096  # T up to which all of them are
-MOST_PASSES = 16  # forwards that finding out a selection may take
+ELEMENTS = 1 << 27  # scores of one branch held at once
+SAMPLE = 64  # query rows that are checked if T is too long for all of them
+ALL_ROWS = 4096  # T up to which all rows are checked
+MOST_PASSES = 16  # limit on forwards to reveal a selection
 BY_QUERY = ("q", "gates")  # leaves whose gradient is 0 where dO is
 
 
 def at_rows(
     drawn: Drawn, rows: Tensor, blocks: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The definition evaluated in `dtype` on inputs as drawn, for queries at positions rows [R].
+    """Evaluate the definition in `dtype` on the drawn inputs, for queries at positions rows [R].
 
-    Returns o [B, R, HQ, DV] and, by leaf, the gradients of the sum over rows of o dO: those of
-    BY_QUERY at the rows alone, the others whole. blocks [B, R, HKV, n] is the selection at those
-    rows, None for dense attention. Rows are done a few at a time; what they add to the keys' and
-    values' gradients is summed in fp64.
+    Returns o [B, R, HQ, DV] and, by leaf, the gradients of the sum over rows of o dO: for BY_QUERY
+    only at these rows, for the others in full. blocks [B, R, HKV, n] is the selection at those
+    rows, None for dense attention. Rows are processed in chunks, whose gradients of keys and
+    values are accumulated in fp64.
     """
     given = operands(drawn) if blocks is None else drawn.leaves()
     whole = {n: x.detach().to(dtype) for n, x in given.items() if n not in BY_QUERY}
@@ -90,11 +90,11 @@ def _evaluate(
 
 @torch.no_grad()
 def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tensor:
-    """The blocks [B, R, HKV, n] that an implementation selects for the queries at `rows`.
+    """Return the blocks [B, R, HKV, n] that an implementation selects for the queries at `rows`.
 
-    With the selected branch alone let through and values that say of which block they are, o holds
-    each block's probability: DV blocks a forward. AccuracyError where the heads of a group
-    disagree, or where the number of blocks is wrong.
+    With only the selected branch gated in and values that encode their block, o holds each block's
+    probability: DV blocks per forward. Raises AccuracyError if the heads of a group disagree, or
+    if the number of blocks is wrong.
     """
     shape, config = drawn.shape, drawn.shape.config
     count = count_selectable(shape.tokens, config)
@@ -130,9 +130,9 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
 
 @torch.no_grad()
 def hold_selection(drawn: Drawn, rows: Tensor, blocks: Tensor) -> None:
-    """AccuracyError unless the blocks keep the exact importance, up to twice plain torch's error.
+    """Raise AccuracyError if the blocks lose more of the exact importance than twice plain torch's.
 
-    Near ties may fall either way, so indices are not compared.
+    Near ties may resolve either way, so indices are not compared.
     """
     config, dtype = drawn.shape.config, drawn.q.dtype
     exact = importance(drawn, rows, torch.float64)
@@ -164,7 +164,7 @@ def hold_selection(drawn: Drawn, rows: Tensor, blocks: Tensor) -> None:
 
 
 def importance(drawn: Drawn, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, R, HKV, NB], computed in `dtype`."""
+    """Importance [B, R, HKV, NB], computed in `dtype`."""
     k = drawn.by_branch("k")["cmp"].detach().to(dtype)
     k_cmp = compress_keys(k, Phi(), drawn.shape.config)
     q = drawn.q.detach()[:, rows].to(dtype)
@@ -173,7 +173,7 @@ def importance(drawn: Drawn, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def handed_in(drawn: Drawn, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(at rows, for all rows): the exact selection at `rows`, the newest n blocks elsewhere."""
+    """Blocks (at rows, for all rows): the exact selection at `rows`, the newest n elsewhere."""
     config, tokens = drawn.shape.config, drawn.shape.tokens
     blocks = select_at(importance(drawn, rows, torch.float64), rows, config)
     own = torch.arange(tokens, device=rows.device) // config.select_block
@@ -186,15 +186,15 @@ def handed_in(drawn: Drawn, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NoGradient(Exception):
-    """The output depends on no input as autograd sees it: there is a forward alone."""
+    """Raised if the output depends on no input in autograd's graph, so has no backward."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What was compared, in words, the errors of o and of each gradient, and what o should be.
+    """Description of a comparison, the errors of o and of each gradient, and the expected o.
 
-    rows [R] with plain torch's o and the exact one there, [B, R, HQ, DV] each, are of the
-    implementation's own selection; rows is None where a selection was handed in.
+    rows [R] with plain torch's o and the exact one there, [B, R, HQ, DV] each, are for the
+    implementation's own selection; rows is None if a selection was passed in.
     """
 
     what: str
@@ -204,7 +204,7 @@ class Checked:
     exact: Tensor | None = None
 
     def hold_again(self, o: Tensor, when: str) -> None:
-        """AccuracyError where an output made later from the same inputs is less accurate."""
+        """Raise AccuracyError if a later output from the same inputs is less accurate."""
         if not bool(o.isfinite().all()):
             raise AccuracyError(f"o {when} is not finite")
         if self.rows is not None:
@@ -212,7 +212,7 @@ class Checked:
             hold(f"o {when}", got, self.plain, self.exact, dtype=o.dtype)
 
     def by_mode(self) -> dict[str, list[float]]:
-        """{mode: [worst, limit]}: o's, and of the gradient that comes closest to its limit."""
+        """Return {mode: [worst, limit]}: of o, and of the gradient closest to its limit."""
         o, *grads = self.errors
         found = {"forward": [o.worst, o.limit]}
         if grads:
@@ -222,7 +222,7 @@ class Checked:
 
 
 def small(shape: Shape) -> Shape:
-    """The same dims, group and config with few KV heads and just enough tokens to have a choice."""
+    """Shape of equal dims, group and config, few KV heads and just enough tokens for a choice."""
     config = shape.config
     tokens = config.select_block * (config.select_count + 4) + config.select_block // 2 + 5
     kv_heads = min(shape.kv_heads, 2)
@@ -231,7 +231,7 @@ def small(shape: Shape) -> Shape:
 
 
 def sample_rows(tokens: int, device: torch.device) -> Tensor:
-    """All rows of a short sequence, SAMPLE ascending ones of a long one with its first and last."""
+    """All rows of a short sequence; SAMPLE ascending rows of a long one, with first and last."""
     if tokens <= ALL_ROWS:
         return torch.arange(tokens, device=device)
     generator = torch.Generator().manual_seed(0)
@@ -244,12 +244,12 @@ def sample_rows(tokens: int, device: torch.device) -> Tensor:
 def check(
     implementation: Implementation, drawn: Drawn, *, backward: bool = True, reveal: bool = True
 ) -> Checked:
-    """Holds it to the accuracy rule at `sample_rows`; AccuracyError says where it fails.
+    """Check the accuracy rule at `sample_rows`; AccuracyError reports where it fails.
 
-    Its own selection is found out first and held against the exact importance (`reveal`); without
-    that, a selection made by plain torch is handed in. Gradients are those of dO that is 0 outside
-    the rows; with dO everywhere they have to be finite. NoGradient where `backward` is asked of an
-    output without one. Whatever the implementation raises comes through.
+    With `reveal`, its own selection is first revealed and compared with the exact importance; else
+    a selection made by plain torch is passed in. Gradients are for a dO that is 0 outside the
+    rows; with dO everywhere they must be finite. Raises NoGradient if `backward` is requested and
+    the output has no gradient. Exceptions of the implementation propagate.
     """
     nsa, dtype = implementation.operation == NSA, drawn.q.dtype
     rows = sample_rows(drawn.shape.tokens, drawn.q.device)
@@ -305,10 +305,10 @@ def check(
 
 
 def _gradients(o: Tensor, inputs: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
-    """By name; AccuracyError where one does not reach its input.
+    """Gradients by name; AccuracyError if one does not reach its input.
 
-    The graph is kept: a compiled backward whose first run frees it refuses ever to keep it, which
-    timing the backward alone needs (torch's donated buffers).
+    The graph is retained: a compiled backward whose first run frees it can never retain it later,
+    as timing the backward alone requires (torch's donated buffers).
     """
     found = torch.autograd.grad(o, [*inputs.values()], do, retain_graph=True, allow_unused=True)
     missing = [f"d{name}" for name, grad in zip(inputs, found, strict=True) if grad is None]

@@ -1,4 +1,4 @@
-"""The sentences of the backend comparison, each decided by rows and never by hand."""
+"""Claims of the backend comparison, each decided by rows and never by hand."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,11 +30,11 @@ MEMORY_64K_GIB = {"forward": 2.0, "backward": 4.0}  # beyond inputs and outputs,
 
 @dataclass(frozen=True)
 class Aim:
-    """Milliseconds to stay below at one shape and kind of queries, and the best public kernel's.
+    """Upper bounds in ms at one shape and kind of queries, and the best public kernel's times.
 
     Medians on one H200, bf16, causal, one sequence, l 32, d 16, l' 64, n 16, w 512, mean phi;
-    scoring, window and gates included. Public figures are of random inputs, of whichever public
-    implementation is fastest at the shape.
+    scoring, window and gates included. Public figures are for random inputs and the public
+    implementation that is fastest at the shape.
     """
 
     tokens: int
@@ -47,7 +47,7 @@ class Aim:
     dim: int = 128
 
     def fits(self, tokens: int, config: Mapping[str, Any]) -> bool:
-        """Whether a measurement at `tokens` with that config of a row is of this aim's shape."""
+        """Return True if a measurement at `tokens` with a row's config has this aim's shape."""
         mine = {"heads": self.heads, "kv_heads": self.kv_heads, "queries": self.queries}
         mine |= {"dim": self.dim, "value_dim": self.dim, "dtype": "bf16", "batch": 1}
         mine |= vars(NSAConfig())
@@ -74,7 +74,7 @@ AIMS = tuple(
 
 
 def all_claims(df: pandas.DataFrame, cells: Sequence[dict]) -> list[Claim]:
-    """What must hold in any run. `cells` are those of nsa.experiments.comparison.trials.compare."""
+    """Claims that must hold in any run. `cells`: from nsa.experiments.comparison.trials.compare."""
     return [
         everything_is_accurate(cells),
         nothing_broke(cells),
@@ -85,7 +85,7 @@ def all_claims(df: pandas.DataFrame, cells: Sequence[dict]) -> list[Claim]:
 
 
 def aims(df: pandas.DataFrame, backend: str = "triton") -> list[Claim]:
-    """What a backend is meant to reach on an H200, measured against the aim and the best public."""
+    """Performance aims of a backend on an H200, beside the best public kernel."""
     return [
         *(reaches(df, aim, backend) for aim in AIMS),
         memory_is_linear(df, backend),
@@ -95,7 +95,7 @@ def aims(df: pandas.DataFrame, backend: str = "triton") -> list[Claim]:
 
 
 def everything_is_accurate(cells: Sequence[dict]) -> Claim:
-    """Held to twice plain torch's own error before any time was taken."""
+    """Claim that errors are at most twice plain torch's, checked before any time is taken."""
     red = _messages(c for c in cells if c["outcome"] == "red")
     checked = sorted({c["name"] for c in cells if c["errors"]})
     sentence = f"all {len(checked)} implementations that were compared keep the accuracy rule"
@@ -105,7 +105,7 @@ def everything_is_accurate(cells: Sequence[dict]) -> Claim:
 
 
 def nothing_broke(cells: Sequence[dict]) -> Claim:
-    """A backend of ours runs, or says beforehand why not; out of memory is a value."""
+    """Claim that our backends run or decline with a reason; out of memory is a valid outcome."""
     mine = [c for c in cells if c["name"] in registry.names()]
     broken = _messages(c for c in mine if c["outcome"] == "error" or CRASHED in c["message"])
     known = sorted({c["name"] for c in mine})
@@ -119,7 +119,7 @@ def nothing_broke(cells: Sequence[dict]) -> Claim:
 
 
 def backends_are_different_programs(cells: Sequence[dict]) -> Claim:
-    """By their path witnesses."""
+    """Claim that backends are different programs, by their path witnesses."""
     served = table.paths(cells)
     planned = {c["name"]: c["outcome"] for c in cells if c["name"] in registry.names()}
     programs = {n: tuple(p.items()) for n, p in served.items()}
@@ -127,7 +127,7 @@ def backends_are_different_programs(cells: Sequence[dict]) -> Claim:
 
 
 def memory_is_not_identical(df: pandas.DataFrame) -> Claim:
-    """The reports' A/B tests ran one program under several names, hence one figure."""
+    """Claim that memory differs by backend; the reports' A/B tests ran one program for several."""
     names = list(case_study.IDENTICAL_MIB)
     reported = f"{case_study.IDENTICAL_MIB[names[0]]:,.1f} MB"
     sentence = f'"all backends use identical memory ({reported})" is refuted'
@@ -150,7 +150,7 @@ def memory_is_not_identical(df: pandas.DataFrame) -> Claim:
 
 
 def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
-    """An implementation faster than the limit does not do the work that was counted."""
+    """Claim that nothing beats the limit; a faster one would not do the counted work."""
     sentence = "no implementation is faster than the physical limit"
     if len(df) and not metrics.on_gpu(df):
         return Claim.not_here(sentence, NO_GPU)
@@ -171,9 +171,9 @@ def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
 
 
 def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
-    """Forward and backward within the aim; the best public kernel's figures stand beside.
+    """Claim that forward and backward reach the aim, with the best public kernel's figures.
 
-    Where T is so short that the host's launches are what takes the time, a CUDA graph's count.
+    At a T so short that host launches dominate, the times in a CUDA graph count.
     """
     what = f"{backend} at {aim}"
     wanted = f"aim {aim.forward_ms:g} / {aim.backward_ms:g} ms"
@@ -204,7 +204,7 @@ def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
 
 
 def memory_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
-    """Beyond inputs and outputs, T 2048 and longer, forward and backward."""
+    """Claim that memory beyond inputs and outputs is linear at T >= 2048, in both directions."""
     found = {}
     for mode, key, line in _memory(df, backend):
         line = line[(line.index >= 2048) & (line > 0)]
@@ -228,7 +228,7 @@ def memory_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
 
 
 def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
-    """At T 64k of the main shape."""
+    """Claim that memory at T 64k of the main shape stays below MEMORY_64K_GIB."""
     limits, main = MEMORY_64K_GIB, table.shape_name(asdict(Shape(65536)))
     sentence = f"{backend} at 64k takes less than {limits['forward']:g} GiB beyond inputs and "
     sentence += f"outputs forward and {limits['backward']:g} backward"
@@ -249,7 +249,7 @@ def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
 
 
 def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
-    """Against the fastest dense attention of the same process, forward and backward."""
+    """Claim that a backend beats the fastest dense attention of its process, in both directions."""
     sentence = f"{backend} is faster than every dense attention from T {tokens} on"
     if not metrics.on_gpu(df):
         return Claim.not_here(sentence, NO_GPU)
@@ -274,25 +274,25 @@ def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
 
 
 def _messages(cells: Iterable[dict]) -> dict[str, str]:
-    """{"gather T=8192": why}."""
+    """Messages of cells, as {"gather T=8192": reason}."""
     return {f"{c['name']} T={c['shape']['tokens']}": c["message"] for c in cells}
 
 
 def _lost(rows: pandas.DataFrame, backends: Sequence[str]) -> list[str]:
-    """The points of these backends that nobody measured, of every shape, T and mode in the rows."""
+    """Points of these backends that were not measured, of every shape, T and mode in the rows."""
     cell = [*table.CURVE, "x_value"]
     return metrics.unmeasured(rows, cell, ["mode"], of={"backend": backends})
 
 
 def _planned(df: pandas.DataFrame, backend: str, shape: str | None = None) -> pandas.Series:
-    """Every T at which the backend was to be measured, at one shape or at all."""
+    """All T at which the backend was to be measured, at one shape or at all."""
     rows = table.rows_of(df, "peak_memory")
     mine = rows["backend"] == backend
     return rows.loc[mine if shape is None else mine & (rows["shape"] == shape), "x_value"]
 
 
 def _memory(df: pandas.DataFrame, backend: str) -> Iterator[tuple[str, tuple, pandas.Series]]:
-    """(mode, (shape, queries), MiB by T without what failed) of one backend."""
+    """Yield (mode, (shape, queries), MiB by T without failures) of one backend."""
     for mode in ("forward", "backward"):
         for (shape, queries, name), line in table.wide(df, "peak_memory", mode).iterrows():
             if name == backend:

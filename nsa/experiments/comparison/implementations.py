@@ -1,4 +1,4 @@
-"""What a comparison calls: our backends, dense attention, and other people's code, in one form."""
+"""Implementations to compare, in one form: our backends, dense attention and third-party code."""
 
 import contextlib
 import inspect
@@ -33,18 +33,18 @@ class Implementation:
     """
 
     name: str
-    operation: str  # NSA or DENSE: what it is compared with
+    operation: str  # NSA or DENSE: the kind it is compared with
     call: Callable[[Drawn, Tensor | None], Tensor]
     why_not: Callable[[Drawn], list[str]]  # reasons, empty when it runs
-    reaches: Callable[[Drawn], list[str]] = lambda drawn: list(drawn.leaves())  # o depends on them
+    reaches: Callable[[Drawn], list[str]] = lambda drawn: list(drawn.leaves())  # inputs of o
     takes_blocks: bool = False
-    other: str = ""  # in which way it computes another function: its accuracy is not compared
+    other: str = ""  # how its function differs, if it does: its accuracy is not compared
     held_bytes: Callable[[Shape], int] = lambda shape: 0  # T x T tensors, 0 for linear memory
-    graph: bool = False  # a CUDA graph can capture it; one that fails may spoil the allocator
+    graph: bool = False  # a CUDA graph can capture it; a failed capture may corrupt the allocator
 
 
 def backends(names: Sequence[str] | None = None) -> list[Implementation]:
-    """Our backends, those with memory linear in T first; ValueError for an unknown name."""
+    """Our backends, linear-memory ones first; ValueError for an unknown name."""
     if names is not None and not names:
         raise ValueError(f"no backends; name some of {', '.join(registry.names())}")
     known = registry.backends() if names is None else map(registry.get, dict.fromkeys(names))
@@ -66,12 +66,12 @@ def _backend(backend: registry.Backend) -> Implementation:
 
 
 def _given(drawn: Drawn) -> tuple:
-    """q, k, v, gates and config, in the order in which every NSA takes them."""
+    """Arguments q, k, v, gates and config, in the order of every NSA function."""
     return drawn.q, drawn.k, drawn.v, drawn.gates, drawn.shape.config
 
 
 def _held_bytes(name: str, shape: Shape) -> int:
-    """T x T tensors that stay for the backward, bytes, as `activation_model` counts them."""
+    """Bytes of T x T tensors saved for the backward, as counted by `activation_model`."""
     square, size = shape.batch * shape.tokens**2, shape.torch_dtype.itemsize
     stride = shape.config.compress_stride
     if name == "masked":  # fp32 probabilities of three branches and a copy in the dtype of v
@@ -82,16 +82,16 @@ def _held_bytes(name: str, shape: Shape) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that a call may still ask for: the GPU's, or what this process may take of the host."""
+    """Bytes still available to a call: on the GPU, or to this process on the host."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = preflight.free_ram()
-    return 2**63 if free is None else free  # where the host does not say, nothing is held back
+    return 2**63 if free is None else free  # if the host does not report it, no limit
 
 
 def operands(drawn: Drawn) -> dict[str, Tensor]:
-    """q, k and v of dense attention, by the names of their leaves: shared ones or the window's."""
+    """Inputs q, k and v of dense attention by leaf name: the shared ones or the window's."""
     leaves = drawn.leaves()
     return {name: leaves[name] for name in _reaches(drawn)}
 
@@ -167,10 +167,10 @@ DENSE_ATTENTIONS = tuple(
 
 
 def peer(path: str) -> Implementation:
-    """The callable at "import.path:function": f(q, k, v, gates, config) -> o [B, T, HQ, DV].
+    """Wrap the callable at "import.path:function": f(q, k, v, gates, config) -> o [B, T, HQ, DV].
 
-    k and v are tensors, or mappings by branch where a shape has one each. A path that leads nowhere
-    or a signature that does not fit is a reason of `why_not`, so that the rest of a table survives.
+    k and v are tensors, or mappings by branch if the shape has one per branch. An invalid path or
+    signature becomes a reason in `why_not`, so that the rest of a table survives.
     """
     function, wrong = _found(path)
 
@@ -188,12 +188,12 @@ def peer(path: str) -> Implementation:
 
 
 def wrong_paths(paths: Sequence[str]) -> list[str]:
-    """The reasons for which these paths lead to nothing callable; each is imported to find out."""
+    """Reasons why any of these paths is not callable; each is imported to find out."""
     return [reason for path in paths for reason in _found(path)[1]]
 
 
 def _found(path: str) -> tuple[Callable | None, list[str]]:
-    """(the callable, reasons for which it cannot be called)."""
+    """Return (the callable, reasons why it cannot be called)."""
     module, _, name = path.partition(":")
     if not (module and name):
         return None, [f"{path!r} is not of the form import.path:function"]
@@ -201,11 +201,11 @@ def _found(path: str) -> tuple[Callable | None, list[str]]:
         function = pkgutil.resolve_name(path)
     except AttributeError:
         return None, [f"module {module} has no {name!r}"]
-    except (Exception, SystemExit) as error:  # anything may happen in somebody's module
+    except (Exception, SystemExit) as error:  # third-party modules may raise anything
         return None, [f"{module} cannot be imported: {type(error).__name__}: {error}"]
     if not callable(function):
         return None, [f"{path} is no function but {type(function).__name__}"]
-    with contextlib.suppress(ValueError):  # a builtin tells no signature; the call will say
+    with contextlib.suppress(ValueError):  # a builtin has no signature; the call will tell
         signature = inspect.signature(function)
         try:
             signature.bind(*range(5))

@@ -1,34 +1,34 @@
-"""The figures of the backend comparison, in the looks of all others."""
+"""Figures of the backend comparison, in the common style."""
 
 from nsa.experiments.comparison import table
 from nsa.experiments.comparison.implementations import DENSE, LIMITS
 from nsa.workbook import looks, metrics
 
 MODES = ("forward", "backward")
-NO_TIME = ("not run", "ok")  # of what has no value: no failure
+NO_TIME = ("not run", "ok")  # outcomes without a value that are not failures
 LIMIT_LOOKS = {"limit": ("#000000", "limit of NSA"), "dense limit": ("#9a9a9a", "limit of dense")}
 
 
 def latency(df, *, note: str = ""):
-    """Time against T, log-log: a panel for each shape, kind of queries, and forward or backward.
+    """Plot time against T, log-log: a panel for each shape, kind of queries, and direction.
 
     NSA is drawn solid, dense attention dotted, the physical limits dashed, a failure as a cross at
     the top. A shape that the run had no time for is named above and gets no panel. Nor does a shape
-    with a single T where others have more: the tables have it. `note` stands in every panel's
-    corner. ValueError without rows of latency.
+    with a single T if others have more: the tables have it. `note` appears in every panel's
+    corner. Raises ValueError without rows of latency.
     """
     return _over_tokens(df, "latency", "time of a call (ms)", note)
 
 
 def memory(df, *, note: str = ""):
-    """Memory beyond inputs and outputs at the peak against T, panels as in `latency`."""
+    """Plot peak memory beyond inputs and outputs against T, with panels as in `latency`."""
     return _over_tokens(df, "peak_memory", "memory beyond inputs and outputs (MiB)", note)
 
 
 def of_limit(df, *, note: str = ""):
-    """The share of the physical limit that each implementation reaches, against T.
+    """Plot the fraction of the physical limit that each implementation reaches, against T.
 
-    From 0 on, unless the least is lost beside the greatest: then log.
+    The axis starts at 0, unless the range is too large: then it is logarithmic.
     """
     return _over_tokens(df, "fraction_of_limit", "share of the limit", note)
 
@@ -42,7 +42,7 @@ def _over_tokens(df, metric: str, unit: str, note: str):
     kinds = list(rows.groupby(table.CURVE, sort=False))
     lengths = [_measured(frame)["x_value"].nunique() for _, frame in kinds]
     left = [", ".join(name) for (name, _), count in zip(kinds, lengths, strict=True) if not count]
-    # of nothing at all the panels say so
+    # if nothing was measured, the panels show that
     least = min(2, max(lengths))
     kinds = [kind for kind, count in zip(kinds, lengths, strict=True) if count >= least]
     with looks.figure(len(kinds) * len(MODES), 3.5) as (fig, panels):
@@ -53,7 +53,7 @@ def _over_tokens(df, metric: str, unit: str, note: str):
             frame = frame[(frame["mode"] == mode) & ~late]
             for backend, line in looks.backends(frame):
                 _line(axes, backend, line.sort_values("x_value"), with_bands)
-            # the note beside the upper line: the lower may be as wide as the panel
+            # note beside the upper line: the lower may be as wide as the panel
             looks.title(axes, f"{mode.capitalize()}, {queries} queries\n{shape}", f"{note}\n")
             axes.set(xlabel="T (tokens)", ylabel=unit)
             found = _measured(frame)["median"]
@@ -83,7 +83,7 @@ def _line(axes, backend: str, line, with_bands: bool) -> None:
     if backend in LIMIT_LOOKS:
         if line["metric"].iloc[0] == "latency":
             colour, label = LIMIT_LOOKS[backend]
-            marker = "_" if len(good) == 1 else ""  # a line of one point is none
+            marker = "_" if len(good) == 1 else ""  # a line of one point is invisible
             axes.plot(x, y, "--", color=colour, label=label, lw=1.1, marker=marker, ms=14)
     elif len(good):
         colour, marker = looks.look(backend)
@@ -95,7 +95,7 @@ def _line(axes, backend: str, line, with_bands: bool) -> None:
 
 
 def _crosses(axes, frame) -> None:
-    """A cross at the top for each failure of what ran at some T; what never ran is in a table."""
+    """Mark failures of implementations that ran at some T; the rest are in a table."""
     ran = set(frame[frame["median"].notna()]["backend"]) - set(LIMITS.values())
     failed = frame[frame["median"].isna() & frame["backend"].isin(ran)]
     failing = [(name, line["x_value"], line["outcome"]) for name, line in looks.backends(failed)]

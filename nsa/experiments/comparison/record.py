@@ -1,4 +1,4 @@
-"""A benchmark's cells as text, as rows of metrics.csv, and as the table that `auto` goes by."""
+"""Cells of a benchmark as text, as rows of metrics.csv, and as the table that `auto` uses."""
 
 import json
 import math
@@ -20,7 +20,7 @@ HEADS += ("MiB fwd/bwd", "error/allowed", "outcome")
 
 
 def text(cells: Sequence[dict]) -> str:
-    """One block a shape, one line an implementation; what was checked stands below the block."""
+    """Format one block per shape, one line per implementation; checks are listed below it."""
     by_shape: dict[str, list[dict]] = {}
     for cell in cells:
         by_shape.setdefault(json.dumps(cell["shape"], sort_keys=True), []).append(cell)
@@ -36,16 +36,16 @@ def text(cells: Sequence[dict]) -> str:
 
 
 def ended(cells: Sequence[dict], outcome: str) -> list[str]:
-    """Implementations that ended so, with the reason: "red" where the accuracy check failed."""
+    """Implementations with this outcome and the reason; "red": the accuracy check failed."""
     chosen = [cell for cell in cells if cell["outcome"] == outcome]
     return [f"{c['name']} at {Shape.from_dict(c['shape'])}: {c['message']}" for c in chosen]
 
 
 def rows(cells: Sequence[dict]) -> list[dict]:
     """Rows in the schema of metrics.csv, `config` a dict: latency, fraction_of_limit, peak_memory,
-    error, and the mean union of a shape's selection. What failed has rows without a median.
+    error, and the mean union of a shape's selection. Failures have rows without a median.
 
-    The limit's own rows have the backend "limit" and "dense limit".
+    Rows of the limits have the backends "limit" and "dense limit".
     """
     found = [row for cell in _limits(cells) for row in _latency_rows(cell)]
     for cell in _limits(cells):
@@ -66,7 +66,7 @@ def rows(cells: Sequence[dict]) -> list[dict]:
 
 
 def _limits(cells: Sequence[dict]) -> Iterator[dict]:
-    """The limit of each shape and operation as a cell of its own."""
+    """Yield the limit of each shape and operation as a separate cell."""
     seen = set()
     for cell in cells:
         key = (repr(cell["shape"]), cell["operation"])
@@ -91,12 +91,12 @@ def _latency_rows(cell: dict) -> Iterator[dict]:
 
 
 def _has_limit(cell: dict) -> bool:
-    """The limit is that of our NSA and of dense attention, not of another function."""
+    """Return True if the limit applies: to our NSA and dense attention, not to other functions."""
     return cell["name"] not in LIMITS.values() and cell["checked"] != NOT_COMPARED
 
 
 def _row(cell: dict, mode: str, metric: str, unit: str, *values: float) -> dict:
-    """values: the median and two quantiles, or one number for all three."""
+    """Row of metrics.csv. values: the median and two quantiles, or one number for all three."""
     shape = dict(cell["shape"])
     tokens, sizes = shape.pop("tokens"), shape.pop("config")
     config = shape | sizes | {n: cell[n] for n in ("outcome", "message", "checked", "timing")}
@@ -144,7 +144,7 @@ def _notes(cells: Sequence[dict]) -> list[str]:
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns; the first and the last are aligned at the left, the others at the right."""
+    """Format lines of columns, the first and last left-aligned, the others right-aligned."""
     columns = []
     for index, column in enumerate(zip(*table, strict=True)):
         pad = str.ljust if index in (0, len(HEADS) - 1) else str.rjust
@@ -153,12 +153,12 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write_measured(folders: Iterable[str | Path], path: str | Path = measured.TABLE) -> dict:
-    """Writes and returns nsa/attention/measured.json of the runs in `folders`, nothing else kept.
+    """Rewrite nsa/attention/measured.json from the runs in `folders` alone, and return it.
 
-    Taken are rows of operation "nsa_attention", metric "latency" in ms, mode forward or backward,
-    of a backend in the registry, from a run on a GPU, as `rows` makes them. A backend's median
-    counts as the mean over the kinds of inputs (queries, shared_kv) that some backend was measured
-    with at the shape; a backend that lacks one is left out. ValueError for a run without any such
+    Uses rows of operation "nsa_attention", metric "latency" in ms, mode forward or backward, of a
+    backend in the registry, from a run on a GPU, as produced by `rows`. A backend's value is the
+    mean of its medians over the kinds of inputs (queries, shared_kv) measured for any backend at
+    the shape; a backend that lacks one is left out. Raises ValueError for a run without any such
     row.
     """
     table: dict = {"runs": {}, "rows": []}
@@ -174,7 +174,7 @@ def write_measured(folders: Iterable[str | Path], path: str | Path = measured.TA
         facts["compute_capability"] = gpus[0]["compute_capability"]
         table["runs"][folder.name] = facts
         table["rows"] += [{"run": folder.name, **row} for row in found]
-    # a line a run and a line a shape, so that a change of the table can be read
+    # one line per run and per shape, so that diffs of the table are readable
     runs = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in table["runs"].items())
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table["rows"])
     write_atomically(path, f'{{"runs": {{\n{runs}\n}}, "rows": [\n{lines}\n]}}\n')

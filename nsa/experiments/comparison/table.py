@@ -1,4 +1,4 @@
-"""Questions put to the benchmark rows of a metrics table, answered as tables. Draws nothing."""
+"""Tables that summarize the benchmark rows of a metrics table. Draws nothing."""
 
 import math
 from collections import Counter
@@ -17,15 +17,15 @@ from nsa.workbook import metrics
 from nsa.workbook.looks import by_tokens
 from nsa.workbook.scaling import crossing
 
-CURVE = ["shape", "queries"]  # what all points of a curve have in common
+CURVE = ["shape", "queries"]  # common to all points of a curve
 LINES = [*CURVE, "backend"]  # of a table
 MODES = ("forward", "backward", "step")
 LETTERS = ("l", "d", "l'", "n", "first", "local", "w")  # the paper's, of NSAConfig's fields
 
 
 def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
-    """The benchmark's rows over T, with `shape` ("HQ 64, HKV 4, D 128, bf16") and, from the config,
-    `queries`, `outcome`, `checked` and `message`; of a point measured twice the last."""
+    """Benchmark rows over T, with `shape` ("HQ 64, HKV 4, D 128, bf16") and, from the config,
+    `queries`, `outcome`, `checked` and `message`; for a point measured twice, the last."""
     rows = df[df["operation"].isin([NSA, DENSE]) & (df["x_name"] == "tokens")].copy()
     configs = metrics.configs(rows)
     rows["shape"] = [shape_name(config) for config in configs]
@@ -39,14 +39,14 @@ def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def rows_of(df: pandas.DataFrame, metric: str, *modes: str) -> pandas.DataFrame:
-    """The `labelled` rows of one metric, of these modes or of all."""
+    """Return the `labelled` rows of one metric, of these modes or of all."""
     rows = labelled(df)
     rows = rows[rows["metric"] == metric]
     return rows[rows["mode"].isin(modes)] if modes else rows
 
 
 def shape_name(config: dict) -> str:
-    """What all T of a curve have in common, queries aside."""
+    """Name of the shape that all T of a curve share, queries aside."""
     dims = [config.get("dim"), config.get("value_dim")]
     dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
     parts = [f"HQ {config.get('heads')}", f"HKV {config.get('kv_heads')}", f"D {dim}"]
@@ -60,12 +60,12 @@ def shape_name(config: dict) -> str:
 
 
 def wide(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
-    """One row a shape, kind of queries and implementation, one column a T; NaN where it failed."""
+    """Pivot: rows by shape, kind of queries and implementation, columns by T; NaN if it failed."""
     return by_tokens(rows_of(df, metric, mode), "median", LINES).astype(float)
 
 
 def shown(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
-    """`wide`, for a reader: three digits, a failure by its name, "none" where there is no mode."""
+    """Format `wide`: three digits, the outcome for a failure, "none" if there is no such mode."""
     rows = rows_of(df, metric, mode)
     texts = []
     for value, outcome in zip(rows["median"], rows["outcome"], strict=True):
@@ -78,14 +78,14 @@ def shown(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
 
 
 def _named(table: pandas.DataFrame, rows: pandas.DataFrame, name: str = "") -> pandas.DataFrame:
-    """With a warning over the columns where the times are a CPU's."""
+    """Add a warning above the columns if the times are from a CPU."""
     if len(rows) and not metrics.on_gpu(rows):
         name = f"{name} (no GPU: times not meaningful)".strip()
     return table.rename_axis(columns=name or None)
 
 
 def notes(df: pandas.DataFrame) -> pandas.DataFrame:
-    """What did not run, or not whole, and why: one row an implementation, reason and its T."""
+    """Table of incomplete runs and reasons: a row per implementation and reason, with its T."""
     rows = rows_of(df, "latency", "forward").rename(columns={"message": "why"})
     rows = rows[rows["why"] != ""]
     if not len(rows):
@@ -96,9 +96,9 @@ def notes(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def accuracy(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Each implementation's largest error as a share of what the rule allows, and what was checked.
+    """Largest error of each implementation as a fraction of the allowed error, and the checks.
 
-    1 is the limit; it is twice what plain torch strays in the same dtype.
+    1 is the limit: twice the error of plain torch in the same dtype.
     """
     rows = labelled(df)
     red = rows[rows["outcome"] == "red"]["backend"].unique()
@@ -115,7 +115,7 @@ def accuracy(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def paths(cells: Sequence[dict]) -> dict[str, dict[str, str]]:
-    """{backend: {branch: what served it}}, from the witnesses of cells."""
+    """Return {backend: {branch: what served it}}, from the witnesses of cells."""
     return {
         cell["name"]: {b: ", ".join(served) for b, served in sorted(cell["paths"].items())}
         for cell in cells
@@ -124,9 +124,9 @@ def paths(cells: Sequence[dict]) -> dict[str, dict[str, str]]:
 
 
 def fastest(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Where each backend wins: for every shape, T and mode the fastest NSA and dense, and by how
-    much. `NSA of limit` is the share of the physical limit that the winner reaches. What computes
-    another function takes no part."""
+    """Fastest NSA and dense implementation for every shape, T and mode, and the ratio between
+    them. `NSA of limit` is the fraction of the physical limit that the winner reaches.
+    Implementations that compute another function are excluded."""
     rows = rows_of(df, "latency", *MODES)
     rows = rows[rows["median"].notna() & (rows["checked"] != NOT_COMPARED)]
     found, index = [], [*CURVE, "T", "mode"]
@@ -147,10 +147,10 @@ def fastest(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
-    """The T from which each NSA implementation beats the fastest dense one, by mode.
+    """Break-even T beyond which each NSA implementation beats the fastest dense one, by mode.
 
-    Interpolated between measured T, straight in log-log; "below T" where it wins from the first T
-    on, "beyond T" where it does not win up to the last.
+    Interpolated between measured T, linear in log-log; "below T" if it wins at every T, "beyond T"
+    if it does not win up to the last.
     """
     rows = rows_of(df, "latency", *MODES)
     rows = rows[rows["median"].notna() & ~rows["backend"].isin(LIMITS.values())]
@@ -169,7 +169,7 @@ def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def unions(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Mean distinct blocks that 4 and 8 neighbouring queries select, by kind of queries and T."""
+    """Mean number of distinct blocks of 4 and 8 neighbouring queries, by kind of queries and T."""
     rows = labelled(df)
     rows = rows[rows["metric"].str.startswith("mean_union_of_")]
     rows = rows.assign(neighbours=rows["metric"].str.rpartition("_")[2].astype(int))
@@ -179,7 +179,7 @@ def unions(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def facts(cells: Sequence[dict], shapes: Sequence[Shape]) -> list[str]:
-    """Lines that are the same on every machine: how cells ended, work in numbers, paths."""
+    """Machine-independent lines: outcomes of cells, operation counts, paths."""
     outcomes: dict[str, Counter] = {}
     for cell in cells:
         outcomes.setdefault(cell["name"], Counter())[cell["outcome"]] += 1

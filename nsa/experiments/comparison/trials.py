@@ -1,7 +1,7 @@
-"""Every implementation side by side on the same inputs in one process: accuracy first, then speed.
+"""Compare all implementations on the same inputs in one process: accuracy first, then speed.
 
-`compare` gives each shape a child process, so that one that crashes or hangs leaves rows. How an
-implementation ended is a value: the `outcome` of its cell.
+`compare` gives each shape a child process, so that one that crashes or hangs leaves rows. The
+`outcome` of a cell records how its implementation ended.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from whyhung.process.trial import Outcome
 ENTRY = "nsa.experiments.comparison.trials:measure_spec"
 PROCESS = "the process that measured this shape"
 CRASHED = f"{PROCESS}: crash"
-MARGIN_S = 30.0  # of a deadline, for start-up and for what is running when the budget ends
+MARGIN_S = 30.0  # of a deadline, for start-up and for the call that is running when the budget ends
 
 
 def all_implementations(
@@ -40,7 +40,7 @@ def all_implementations(
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for notebook parameters that cannot be run."""
     shapes_from(values["shapes"], values["tokens"], values["queries"])
     if wrong := [path for path in values["peers"] if ":" not in path]:
         raise ValueError(f"peers={wrong[0]!r} is not of the form import.path:function")
@@ -61,14 +61,14 @@ def compare(
     entry: str = ENTRY,
     **chosen: Any,
 ) -> list[dict]:
-    """The cells of `bench`, each shape measured in a process of its own.
+    """Run `bench` with each shape in a separate process, and return the cells.
 
     Within a shape all implementations share one process and its inputs. deadline_s: for each shape;
-    a budget somewhat below it lets the child say what did not fit. budget_s: for all; a shape whose
-    turn comes later is not run. share_s: for each implementation, see `bench`. workers: shapes at
-    once on a CPU, where Triton's kernels run interpreted; on "cuda" one on each visible GPU.
-    chosen: as of `all_implementations`. A child that gives no result leaves a cell for each
-    implementation, `outcome` "oom", "error" or "not run", and the reason.
+    a budget somewhat below it lets the child report what did not fit. budget_s: for all; a shape
+    that would start later is not run. share_s: for each implementation, see `bench`. workers:
+    concurrent shapes on a CPU, where Triton's kernels are interpreted; on "cuda" one per visible
+    GPU. chosen: arguments of `all_implementations`. A child without a result leaves a cell for
+    each implementation, with `outcome` "oom", "error" or "not run" and the reason.
     """
     every = all_implementations(**chosen)
     common = chosen | {"device": device, "threads": threads, "cpu_memory": True, "cap_s": share_s}
@@ -92,7 +92,7 @@ def compare(
         spec,
         deadline_s=deadline_s,
         budget_s=budget_s,
-        workers=1 if device.startswith("cuda") else workers,  # unless there are GPUs to lend
+        workers=1 if device.startswith("cuda") else workers,  # unless there are GPUs to assign
         gpus=gpus.all_visible() if device == "cuda" else None,
         env={"TRITON_INTERPRET": "1"} if device == "cpu" else None,
         folder=folder,
@@ -102,7 +102,7 @@ def compare(
 
 
 def measure_spec(spec: dict) -> dict:
-    """`bench` as a trial: {"shapes", and its keyword arguments} -> {"cells"}."""
+    """Run `bench` as a trial: {"shapes", and its keyword arguments} -> {"cells"}."""
     given = dict(spec)
     shapes = [Shape.from_dict(values) for values in given.pop("shapes")]
     if threads := given.pop("threads", None):
@@ -121,12 +121,12 @@ def bench(
     into: list[dict] | None = None,
     **chosen: Any,
 ) -> list[dict]:
-    """One cell, see `cell.empty`, for each shape and implementation, in that order.
+    """Measure one cell, see `cell.empty`, for each shape and implementation, in that order.
 
-    cpu_memory: record memory on a CPU, too, by torch's profiler, some builds of which write to
-    stderr. into: the list that cells are added to as they come, so that an interrupted run leaves
-    what it has. chosen: as of `all_implementations`. ValueError for an unknown backend, before
-    anything runs.
+    cpu_memory: also record memory on a CPU, by torch's profiler, some builds of which write to
+    stderr. into: a list that cells are appended to as they finish, so that an interrupted run keeps
+    its results. chosen: arguments of `all_implementations`. Raises ValueError for an unknown
+    backend, before anything runs.
     """
     every = all_implementations(**chosen)
     device = torch.device(device)
@@ -136,7 +136,7 @@ def bench(
     measured = []
     for shape in shapes:
         if shape.dtype not in ceilings:
-            ceilings[shape.dtype] = UNKNOWN  # if the device cannot tell; what was measured stays
+            ceilings[shape.dtype] = UNKNOWN  # if the device cannot be measured; results are kept
             with contextlib.suppress(Exception):
                 ceilings[shape.dtype] = limits.measure_ceilings(device, shape.torch_dtype)
         say(f"{shape}")

@@ -1,1 +1,1 @@
-"""Does every backend compute what the definition says, and would a defect show?"""
+"""Tests that every backend computes the definition, and that a defect would be detected."""

@@ -1,4 +1,4 @@
-"""The sentences of the correctness notebook, each decided by what was measured."""
+"""Claims of the correctness notebook, each decided by measurements."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def all_claims(
     lessons: Sequence[dict],
     killed: Sequence[dict],
 ) -> list[Claim]:
-    """Every claim; what was not measured is INCONCLUSIVE."""
+    """All claims; those without measurements are INCONCLUSIVE."""
     size = {"tokens": found.tokens}
     return [
         *(Claim(sentence, verdict_of(holds), size) for sentence, holds in facts(found)),
@@ -36,7 +36,7 @@ def all_claims(
 
 
 def backends_are_held(rows: Sequence[dict]) -> Claim:
-    """Twice the error of plain torch against fp64, o and every gradient; declined is not red."""
+    """Claim that o and all gradients are within twice plain torch's error; declined is not red."""
     ours = [row for row in rows if row["kind"] == "backend"]
     ran = [row for row in ours if row["outcome"] in ("held", "red")]
     names = sorted({row["who"] for row in ran})
@@ -51,7 +51,7 @@ def backends_are_held(rows: Sequence[dict]) -> Claim:
 
 
 def impostors_are_turned_down(rows: Sequence[dict]) -> Claim:
-    """Each on at least one shape of each dtype: at T = 1 one key more changes no window."""
+    """Claim that impostors fail on some shape per dtype: at T = 1, w + 1 keys change nothing."""
     fakes = [row for row in rows if row["kind"] == "impostor"]
     dtypes = sorted({row["dtype"] for row in fakes})
     red = {(row["who"], row["dtype"]) for row in fakes if row["outcome"] == "red"}
@@ -61,7 +61,7 @@ def impostors_are_turned_down(rows: Sequence[dict]) -> Claim:
 
 
 def right_pictures_agree(seen: Sequence[Seen]) -> Claim:
-    """Two backends that are right give every token the same weight."""
+    """Claim that correct backends give every token the same weight."""
     views: dict[str, list[np.ndarray]] = {}
     for one in seen:
         if one.mutant == RIGHT and one.picture is not None:
@@ -79,7 +79,7 @@ def right_pictures_agree(seen: Sequence[Seen]) -> Claim:
 
 
 def mutants_are_seen(seen: Sequence[Seen]) -> Claim:
-    """A mutant whose picture is the right one would be a mutant of code that does not run."""
+    """Claim that every mutant's picture differs; if one is equal, its mutated code never runs."""
     mutants = [one for one in seen if one.mutant != RIGHT]
     wrong = {one.mutant: difference(one, seen) for one in mutants}
     blind = [name for name, d in wrong.items() if d is not None and np.abs(d).max() <= VISIBLE]
@@ -90,7 +90,7 @@ def mutants_are_seen(seen: Sequence[Seen]) -> Claim:
 
 
 def lessons_tell(rows: Sequence[dict]) -> Claim:
-    """Right attention learns all as it should, a mutant does not."""
+    """Claim that correct attention learns every lesson as expected, and a mutant does not."""
     ran = [row for row in rows if row["outcome"] == "ok"]
     misled = [row for row in ran if row["as_expected"] != (row["mutant"] == RIGHT)]
     wrong = [f"{row['mutant']}, {row['lesson']}" for row in misled]
@@ -104,7 +104,7 @@ def lessons_tell(rows: Sequence[dict]) -> Claim:
 
 
 def losses_do_not_tell(rows: Sequence[dict]) -> Claim:
-    """A mutant whose training loss is no higher than right attention's, and that is wrong still."""
+    """Claim that some mutants are wrong though their loss is no higher than correct attention's."""
     ran = [row for row in rows if row["outcome"] == "ok"]
     right = {(r["lesson"], r["backend"], r["tokens"]): r for r in ran if r["mutant"] == RIGHT}
     hidden = {}
@@ -120,7 +120,7 @@ def losses_do_not_tell(rows: Sequence[dict]) -> Claim:
 
 
 def killers_exist() -> Claim:
-    """The project's tests have the one that each mutant names."""
+    """Claim that each mutant's killer exists among the project's tests."""
     missing = [one.killer for one in MUTANTS.values() if one.killer not in known_tests()]
     verdict = verdict_of(not missing) if known_tests() else "INCONCLUSIVE"
     sentence = f"each of {len(MUTANTS)} mutants has a test that is to kill it"
@@ -128,7 +128,7 @@ def killers_exist() -> Claim:
 
 
 def killers_kill(killed: Sequence[dict]) -> Claim:
-    """Those that were run; `pytest -m "" tests/experiments/correctness` runs all."""
+    """Claim that killers run here kill; `pytest -m "" tests/experiments/correctness` runs all."""
     by = {row["mutant"]: row["outcome"] for row in killed}
     undecided = not by or any(outcome in ("error", "no tests") for outcome in by.values())
     tried = ", ".join(by) or "mutants: none was tried in this run"
@@ -136,5 +136,5 @@ def killers_kill(killed: Sequence[dict]) -> Claim:
 
 
 def _verdict(wrong: object, undecided: object) -> str:
-    """FAIL where anything is wrong, else INCONCLUSIVE where anything is undecided."""
+    """Return FAIL if anything is wrong, else INCONCLUSIVE if anything is undecided, else PASS."""
     return "FAIL" if wrong else "INCONCLUSIVE" if undecided else "PASS"

@@ -1,6 +1,6 @@
-"""The definition at a size that can be drawn: what each query of each branch sees, and why.
+"""Definition at a drawable size: the tokens that each query of each branch attends to, and why.
 
-Everything is asked of `nsa.reference`; nothing is computed a second way but the counts in `facts`.
+Everything comes from `nsa.reference`; only the counts in `facts` are computed independently.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ HIDDEN = 32
 
 @dataclass(frozen=True)
 class Definition:
-    """One call of the reference, of T tokens, HQ query heads and HKV groups, in fp64.
+    """Result of one call of the reference with T tokens, HQ query heads and HKV groups, in fp64.
 
-    sees: {branch: bool [HKV, T, T]}, which tokens a query gets anything from. p_cmp [HKV, G, T, C],
+    sees: {branch: bool [HKV, T, T]}, tokens that contribute to a query. p_cmp [HKV, G, T, C],
     importance [HKV, T, NB], blocks [HKV, T, n] with -1 for an empty slot, matrix [C, NB] of Eq. 9,
     gates [T, HQ, 3].
     """
@@ -41,7 +41,7 @@ class Definition:
 
 
 def definition(tokens: int = probe.TOKENS, seed: int = 0, **sizes: int) -> Definition:
-    """The reference on random queries and keys; `sizes` change those of the probe."""
+    """Run the reference on random queries and keys; `sizes` override those of the probe."""
     config = NSAConfig(**{**probe.SIZES, **sizes})
     random = torch.Generator().manual_seed(seed)
 
@@ -62,7 +62,7 @@ def definition(tokens: int = probe.TOKENS, seed: int = 0, **sizes: int) -> Defin
     visible = compressed_visible(t, len(compressed), config)
     p_cmp, _ = attention_probs(q, k_cmp, visible, probe.DIM**-0.5)
     scores = importance(p_cmp, config)
-    # What is drawn is what the operation used.
+    # The drawn tensors are those that the operation used.
     assert torch.equal(scores, result.importance)
     assert torch.equal(select(scores, config), result.blocks)
     starts = torch.arange(len(compressed))[:, None] * config.compress_stride
@@ -80,7 +80,7 @@ def definition(tokens: int = probe.TOKENS, seed: int = 0, **sizes: int) -> Defin
 
 
 def facts(found: Definition) -> list[tuple[str, bool]]:
-    """Sentences about the picture, each with whether it holds, counted from what the paper says."""
+    """Statements about the picture, each with its truth value, counted by the paper's formulas."""
     config, blocks = found.config, found.blocks
     t, j = torch.arange(found.tokens), torch.arange(found.importance.shape[-1])
     future = t[None, :] > t[:, None]
@@ -90,7 +90,7 @@ def facts(found: Definition) -> list[tuple[str, bool]]:
     inner = min(found.matrix.shape[1] - 2, 1)
     column = [int(x) for x in found.matrix[:, inner] if x]
     formula = torch.tensor([count_compressed(n + 1, config) for n in range(found.tokens)])
-    # The blocks that were taken of their own accord, and those that were left out.
+    # Least importance of a freely chosen block, and largest of one left out.
     forced = (j < config.select_initial) | ((j > own - config.select_local) & (j <= own))
     taken = (blocks[..., None] == j).any(-2)
     free = found.importance.masked_fill(~taken | forced, torch.inf).amin(-1)

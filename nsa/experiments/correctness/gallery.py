@@ -1,6 +1,6 @@
-"""The mutation gallery: each mutant looked at, taught and tested, in a copy of the project.
+"""Mutation gallery: each mutant is pictured, trained and tested, in a copy of the project.
 
-A copy runs in a child process; the code that this process has loaded stays as it is.
+A copy runs in a child process; the code loaded in this process is unchanged.
 """
 
 import ast
@@ -20,13 +20,13 @@ from nsa.experiments.correctness.oracle import environment
 from nsa.lab import sweep
 from whyhung.process.trial import Outcome, run_child
 
-RIGHT = "right"  # the name of the code as it is, beside the mutants'
+RIGHT = "right"  # name of the unmodified code, beside the mutants'
 _PROBE = "nsa.experiments.correctness.probe:"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one copy showed. picture [rows][columns], None where the child did not end well."""
+    """Result of one copy. picture [rows][columns], None if the child failed."""
 
     mutant: str
     view: str
@@ -36,7 +36,7 @@ class Seen:
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The mutants of these names, each once, all for "all"; ValueError for an unknown one."""
+    """Return the mutant names, each once, all for "all"; ValueError for an unknown one."""
     names = tuple(dict.fromkeys(names))
     if names == ("all",):
         return tuple(MUTANTS)
@@ -48,10 +48,10 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 def look_at(
     names: Sequence[str] = ("all",), *, device: str = "cpu", workers: int = 2, **how: Any
 ) -> list[Seen]:
-    """What each mutant shows, and before them what the code as it is shows in the same views.
+    """Picture each mutant and, first, the unmodified code in the same views.
 
-    In `workers` child processes at once; the kernels on `device`, "cuda" or, interpreted, "cpu".
-    `how`: deadline_s (120) and folder of sweep.measure. ValueError for an unknown mutant.
+    Uses up to `workers` child processes; kernels run on `device`, "cuda" or, interpreted, "cpu".
+    `how`: deadline_s (120) and folder of sweep.measure. Raises ValueError for an unknown mutant.
     """
     shows = {name: mutant(name).shows for name in check_names(names)}
     wanted = [(RIGHT, *view) for view in dict.fromkeys(shows.values())]
@@ -102,10 +102,10 @@ def learn(
     precision: str = "fp32",
     **how: Any,
 ) -> list[dict[str, Any]]:
-    """A row a mutant that a lesson tells, and one of right attention a lesson: what each learnt.
+    """Train each mutant that a lesson detects, and correct attention per lesson; a row each.
 
-    `tokens` replaces the lesson's own. A row has `mutant`, `lesson`, `backend`, `tokens` and what
-    `lessons.rows_of` says. Of a mutant that no lesson tells there is a row with outcome "untold"
+    `tokens` overrides the lesson's own. A row has `mutant`, `lesson`, `backend`, `tokens` and the
+    fields of `lessons.rows_of`. A mutant that no lesson detects has a row with outcome "untold"
     and the reason. `how`: deadline_s (120), workers (2) and folder of sweep.measure.
     """
     taught = {name: mutant(name).lesson for name in check_names(names)}
@@ -129,7 +129,7 @@ def learn(
         if name == "late-binding-checkpoint":
             specs[one]["checkpoint"] = "all"
         steps[one] = lesson(**specs[one]).stages[-1].train.steps
-    # Right attention stops once it has learnt; what does not learn takes all of its lesson's steps.
+    # Correct attention stops once it has learnt; others take all of their lesson's steps.
     longest_first = sorted(wanted, key=lambda one: (one[0] == RIGHT, -steps[one]))
     rows = rows_of(
         {one: specs[one] for one in longest_first},
@@ -148,10 +148,10 @@ def learn(
 def kill(
     names: Sequence[str], *, workers: int = 2, deadline_s: float = 120.0, progress: bool = True
 ) -> list[dict[str, Any]]:
-    """A row a mutant: runs its killer on a copy with that line changed, and says how it ended.
+    """Run each mutant's killer on a copy with that line changed; return a row per mutant.
 
-    `outcome` is "killed" (the test failed), "survived", "no tests" (this installation brings none)
-    or "error"; `line` is pytest's own last one.
+    `outcome` is "killed" (the test failed), "survived", "no tests" (not in this installation) or
+    "error"; `line` is the last line of pytest's output.
     """
 
     def one(_: str | None, name: str) -> dict[str, Any]:
@@ -176,16 +176,16 @@ def kill(
 def run_tests(
     root: Path, tests: Sequence[str], *, deadline_s: float
 ) -> subprocess.CompletedProcess:
-    """pytest on some tests of a copy, which hides an installed nsa: the copy is its current folder.
+    """Run pytest on some tests of a copy, which shadows an installed nsa as the current folder.
 
-    A test is named without its parameters; -k picks it among those of its file.
+    A test is named without its parameters; -k selects it within its file.
     """
     command = [sys.executable, "-m", "pytest", *arguments_for(tests)]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=deadline_s)
 
 
 def arguments_for(tests: Sequence[str]) -> list[str]:
-    """What pytest is told to run these tests, up to the first that fails."""
+    """Arguments of pytest to run these tests, up to the first failure."""
     files = sorted({test.split("::")[0] for test in tests})
     picked = " or ".join(test.split("::")[1] for test in tests)
     # Loading nbval takes as long as torch.
@@ -195,7 +195,7 @@ def arguments_for(tests: Sequence[str]) -> list[str]:
 
 @cache
 def known_tests() -> frozenset[str]:
-    """The project's test functions, as "tests/room/test_x.py::test_y"; empty without tests."""
+    """Test functions of the project, as "tests/room/test_x.py::test_y"; empty without tests."""
     return frozenset(
         f"{file.relative_to(ROOT)}::{node.name}"
         for file in (ROOT / "tests").rglob("test_*.py")
@@ -205,7 +205,7 @@ def known_tests() -> frozenset[str]:
 
 
 def _with_copies(entry: str, spec: dict[str, Any], **how: Any) -> Outcome:
-    """`run_child` with a copy of the project for each of the spec's calls, its mutant applied."""
+    """Call `run_child` with a copy of the project for each call of the spec, its mutant applied."""
     with tempfile.TemporaryDirectory(prefix="nsa-mutants-") as place:
         for number, call in enumerate(spec.get("calls", [spec])):
             name = "" if call["mutant"] == RIGHT else call["mutant"]

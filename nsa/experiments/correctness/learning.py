@@ -1,9 +1,9 @@
-"""Does a model learn what its attention should make learnable? One trial, one row.
+"""Test whether a model learns what its attention should make learnable. One trial, one row.
 
-A lesson trains a small model on tasks and then asks questions of it: tasks that it must have
-learnt, and tasks that lie just out of its reach, on which it must stay at chance. Out of reach
-tells what an accuracy near 1 cannot: that a window has w keys and not w + 1. The `peek` tells of an
-attention that sees the future, which trains well and would fail at the first generated token.
+A lesson trains a small model on tasks and then evaluates it on questions: tasks that it must have
+learnt, and tasks just out of its reach, on which it must stay at chance. The latter detect what an
+accuracy near 1 cannot: that a window has w keys and not w + 1. The `peek` detects attention that
+sees the future, which trains well and would fail at the first generated token.
 """
 
 import math
@@ -23,7 +23,7 @@ from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig, autocast
 
 SOLVED = 0.9  # accuracy from which a task counts as solved
-LUCK = 0.2  # above chance that 64 answers of 8 possible ones do not reach by luck
+LUCK = 0.2  # margin above chance that 64 answers out of 8 values do not reach by luck
 # A logit moves by less than this, in standard deviations, when only later tokens change: rounding.
 PEEK = 0.02
 _EVALUATED = 4  # batches behind each accuracy
@@ -31,16 +31,16 @@ _EVALUATED = 4  # batches behind each accuracy
 
 @dataclass(frozen=True)
 class Learnt:
-    """The row of a lesson: what its last look found, and how it came to that."""
+    """Row of a lesson: its last evaluation, and the training that led to it."""
 
     accuracy: dict[str, float]  # by question
-    chance: dict[str, float]  # by question: what guessing reaches
-    expected: dict[str, bool]  # by question: whether right attention learns it
+    chance: dict[str, float]  # by question: accuracy of guessing
+    expected: dict[str, bool]  # by question: True if correct attention learns it
     peek: float  # see `peek`
     as_expected: bool  # the verdict: every question as it should be, and `peek` below PEEK
     steps: int
     loss: float  # nats, of the last step
-    curve: list[dict[str, Any]]  # a look each: step, tokens, loss, accuracies, whether all is right
+    curve: list[dict[str, Any]]  # evaluations: step, tokens, loss, accuracies, right or not
     seconds: float
     parameters: int
     tokens: int  # T of the full rows
@@ -49,11 +49,11 @@ class Learnt:
 
 @dataclass(frozen=True)
 class Stage:
-    """What is taught, tasks in turn, each with its own batches, and what is asked on such rows."""
+    """Tasks that are trained on alternately, each with its own batches, and questions at this T."""
 
     train: TrainConfig
     tasks: tuple[Task, ...]
-    questions: dict[str, tuple[Task, bool]]  # and whether right attention learns that one
+    questions: dict[str, tuple[Task, bool]]  # with True if correct attention learns it
 
     def batch(
         self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
@@ -64,7 +64,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A model, and stages of ever longer rows; only what is asked in the last of them decides."""
+    """A model, and stages with increasing T; only the questions of the last stage decide."""
 
     model: ModelConfig
     stages: tuple[Stage, ...]
@@ -72,11 +72,11 @@ class Lesson:
 
 
 def learn(lesson: Lesson, *, every: int = 25, budget_s: float = math.inf) -> dict[str, Any]:
-    """Trains and asks: a `Learnt`, as a dict. every: steps between two looks.
+    """Train and evaluate; return a `Learnt` as a dict. every: steps between evaluations.
 
-    Each stage has an optimizer made anew. It ends at its steps, or as soon as everything is as
-    right attention has it at two looks in a row. After one that is not learnt, or when `budget_s`
-    is over, the last comes at once; it trains no further than that, either.
+    Each stage has a new optimizer. It ends after its steps, or once everything is as expected of
+    correct attention at two evaluations in a row. After a stage that is not learnt, or when
+    `budget_s` is over, the last stage follows at once; the budget also ends its training.
     """
     started = time.monotonic()
     model, last = LanguageModel(lesson.model), lesson.stages[-1]
@@ -108,7 +108,7 @@ def learn(lesson: Lesson, *, every: int = 25, budget_s: float = math.inf) -> dic
 def _taught(
     model: nn.Module, stage: Stage, device: str, every: int, ends: float, before: Sequence[dict]
 ) -> list[dict[str, Any]]:
-    """Trains a stage; what each look found. Weights are drawn where no stage was `before`."""
+    """Train a stage; return its evaluations. Weights are initialized if no stage was `before`."""
     train = stage.train.with_(seed=None) if before else stage.train
     trainer = Trainer(model, stage, train, device=device)
     done = before[-1]["step"] if before else 0
@@ -130,10 +130,10 @@ def _taught(
 
 
 def peek(model: nn.Module, tokens: int, *, precision: str = "fp32") -> float:
-    """How far logits move when only later tokens change, in standard deviations of the logits.
+    """Largest change of logits when only later tokens change, in standard deviations of the logits.
 
-    Rounding for attention that is causal; NaN counts as infinitely far. Random tokens, with three
-    borders spread over the row.
+    Causal attention gives rounding error; NaN counts as infinite. Uses random tokens, with three
+    cuts spread over the row.
     """
     device, random = next(model.parameters()).device, generator(0, 0)
     shape = (1, tokens)

@@ -1,6 +1,6 @@
-"""The lessons by which right attention is told from wrong, each learnt in a child process.
+"""Lessons that distinguish correct attention from wrong, each learnt in a child process.
 
-Each uses what the others leave out: the window's edge, the blocks that every query sees, blocks
+Each covers what the others leave out: the window's edge, the blocks that every query sees, blocks
 found by their importance, compressed keys alone, and all branches in two layers.
 """
 
@@ -19,20 +19,20 @@ from nsa.model.train_config import TrainConfig
 ENTRY = "nsa.experiments.correctness.lessons:learn_one"
 WANTED = {True: f"at least {SOLVED}", False: "about chance: out of reach"}
 VOCAB = 34
-# Of a head's eight pairs of channels five turn by less than a radian in 8192 tokens: what is learnt
+# Five of a head's eight channel pairs rotate by less than a radian in 8192 tokens: what is learnt
 # at one distance holds at others.
 FAR = {"rope_base": 1e14}
-# What is learnt before a lesson: which lesson, on rows of how many blocks. Two layers that meet a
-# string a little farther back each time find it by its content; after one long step they are back
-# at chance. A model that can copy has what recall needs; taught recall alone it stays on a plateau.
+# Curriculum of each lesson: which lesson, on rows of how many blocks. Two layers that see a string
+# slightly farther back each time find it by its content; after one large jump they are back at
+# chance. A model that can copy has what recall needs; trained on recall alone it plateaus.
 STAGES = {
     "selection": (("selection", (8, 32)),),
     "compressed": (("compressed", (8, 32)),),
     "copy": (("copy", (4, 5, 6, 8, 12, 16, 32, 64)),),
     "recall": (("copy", (4, 5, 6, 8)), ("recall", (8, 16, 32, 64))),
 }
-# Rate and warm-up. Of two layers the first learns only once the second does, and both forget at a
-# higher rate, or where AdamW, made anew for each stage, begins with steps of full size.
+# Learning rate and warm-up. With two layers, the first learns only once the second does, and both
+# forget at a higher rate, or if AdamW, new in each stage, begins with full-size steps.
 PACE = {"recall": (1e-3, 200), "copy": (3e-3, 100)}
 
 
@@ -45,9 +45,9 @@ def learn_all(
     threads: int | None = None,
     **how: Any,
 ) -> list[dict]:
-    """A row a lesson: `lesson`, and what `rows_of` says; a lesson named twice is learnt once.
+    """Run lessons; a row per lesson: `lesson` and the fields of `rows_of`. Duplicates run once.
 
-    `how` is that of sweep.measure. ValueError for an unknown lesson before any is learnt.
+    `how` is for sweep.measure. Raises ValueError for an unknown lesson before any runs.
     """
     options = {"tokens": tokens, "device": device, "precision": precision}
     specs = {name: {"name": name, **options} for name in names}
@@ -65,14 +65,14 @@ def rows_of(
     call: Callable[[Any, dict], dict] = lambda key, spec: spec,
     **how: Any,
 ) -> dict[Any, dict]:
-    """What `learn_one` says of each lesson in a child; `how` is sweep.measure's.
+    """Run `learn_one` for each lesson in a child process; `how` is for sweep.measure.
 
-    A row is `outcome`, `message`, the fields of `learning.Learnt` where it ended well, and
-    `seconds`. call: what `entry` is told to call `learn_one` with that spec.
+    A row is `outcome`, `message`, the fields of `learning.Learnt` if it succeeded, and `seconds`.
+    call: maps a key and its spec of `learn_one` to the spec of `entry`.
     """
 
     def spec(key: Any, s: float) -> dict:
-        # Training ends early enough for the questions to be asked in time.
+        # Training ends early enough to leave time for the questions.
         return call(key, {"lesson": specs[key], "threads": threads, "budget_s": 0.7 * s})
 
     def said(result: dict) -> str:
@@ -86,14 +86,14 @@ def rows_of(
 
 
 def learn_one(spec: dict[str, Any]) -> dict[str, Any]:
-    """`learning.learn` in a child. spec: "lesson", what `lesson` is told, "threads", "budget_s"."""
+    """Run `learning.learn` in a child. spec: "lesson" (arguments), "threads", "budget_s"."""
     if spec["threads"]:
         torch.set_num_threads(spec["threads"])
     return learn(lesson(**spec["lesson"]), budget_s=spec["budget_s"])
 
 
 def answers(rows: Sequence[dict]) -> list[dict]:
-    """A line a question: lesson, question, accuracy, by chance, wanted, steps, peek."""
+    """Lines per question: lesson, question, accuracy, by chance, wanted, steps, peek."""
     return [
         {"lesson": row["lesson"], "question": name, "accuracy": accuracy}
         | {"by chance": row["chance"][name], "wanted": WANTED[row["expected"][name]]}
@@ -113,13 +113,13 @@ def lesson(
     precision: str = "fp32",
     **changes: Any,
 ) -> Lesson:
-    """That lesson for rows of `tokens` tokens; `changes` are fields of the model.
+    """Make a lesson for rows of `tokens` tokens; `changes` are fields of the model.
 
     Blocks are small, so that a query sees few of them and a needle shows in their mean: l' = l =
-    T / 128, but at least 16, d = l / 4, w = 2 l', three blocks a query in one layer.
+    T / 128, but at least 16, d = l / 4, w = 2 l', three blocks per query in one layer.
 
-    What has to be found among many blocks is found by luck first, and learnt only then. So the
-    same model, its blocks those of T, learns it on rows of a few blocks first, see STAGES.
+    A block among many is found by luck first, and learnt only then. So the same model, with the
+    block sizes for T, first learns on rows of a few blocks, see STAGES.
     Raises ValueError for an unknown lesson and for T below 64.
     """
     if name not in LESSONS:
@@ -127,7 +127,7 @@ def lesson(
     if tokens < 64:
         raise ValueError(f"tokens={tokens}: a lesson needs at least 64, for blocks to leave out")
     block = max(16, tokens // 128)
-    # l, d, l', n of which the first and the newest are always seen, w
+    # l, d, l', n (the first and the newest block are always seen), w
     nsa = NSAConfig(block, block // 4, block, 3, select_initial=1, select_local=1, window=2 * block)
     sizes = {"layers": 1, "dim": 64, "heads": 8, "kv_heads": 2, "head_dim": 16, "vocab": VOCAB}
     config = ModelConfig(f"lesson-{name}", **sizes, nsa=nsa, backend=backend)
@@ -140,7 +140,7 @@ def lesson(
         _, tasks, asked, steps = LESSONS[name](tokens, block)
         lr, warmup = PACE.get(name, (5e-3, 10))
         train = TrainConfig(tokens=tokens, steps=steps, lr=lr, warmup_steps=warmup, **how)
-        # Right attention solves all but what lies outside of its reach.
+        # Correct attention solves everything except what is out of its reach.
         return Stage(train, tasks, {where: (t, where != "outside") for where, t in asked.items()})
 
     model, *_ = LESSONS[name](tokens, block)
@@ -160,13 +160,13 @@ def _two_layers(tokens: int, block: int) -> dict[str, Any]:
     return {"layers": 2, "dim": 128, "nsa": {"select_count": count}, **far}
 
 
-# Each lesson: fields of the model, tasks that are taught in turn, tasks that are asked, steps.
+# Each lesson: fields of the model, training tasks (alternating), questions, steps.
 
 
 def window(tokens: int, block: int):
     """Window alone, trained on needles up to w back: w - 1 is the last in reach, w the first out.
 
-    A window of one more key learns both, one of other keys neither.
+    A window with one key more learns both; one with other keys learns neither.
     """
     edge = 2 * block
     inside, last, outside = (1, edge - 1), (edge - 1, edge - 1), (edge, edge)
@@ -175,15 +175,15 @@ def window(tokens: int, block: int):
 
 
 def blocks(tokens: int, block: int):
-    """Selection alone, its scores untrained: a needle in the own or first block is always seen."""
+    """Selection alone, with untrained scores: a needle in the own or first block is always seen."""
     asked = {"own": _needle(1, block - 1), "first": _needle(tokens - block, tokens - 1)}
     return {"force_branch": "slc"}, tuple(asked.values()), asked, 200
 
 
 def selection(tokens: int, block: int):
-    """Selection alone, its scores from the keys that it attends to: a needle in any block.
+    """Selection alone, scored by the keys that it attends to: a needle in any block.
 
-    Of three blocks only one is free, so importance has to put the needle's own first.
+    Only one of three blocks is free, so importance must rank the needle's block first.
     """
     near, far = (1, block - 1), (block, tokens - block - 1)
     asked = {"own": _needle(*near, filler=1), "far": _needle(*far, filler=1)}
@@ -197,13 +197,13 @@ def compressed(tokens: int, block: int):
 
 
 def recall(tokens: int, block: int):
-    """All branches, two layers: eight pairs asked for once more, near and as far as T allows."""
+    """All branches, two layers: recall of eight pairs, near and as far back as T allows."""
     near, far = (Recall(vocab=VOCAB, pairs=8, gap=gap) for gap in ((0, tokens - 31), None))
     return _two_layers(tokens, block), (near,), {"far": far}, 3000
 
 
 def copy(tokens: int, block: int):
-    """All branches, two layers: a string of 24 symbols, near and as far as T allows."""
+    """All branches, two layers: copy of 24 symbols, near and as far back as T allows."""
     near, far = (Copy(vocab=VOCAB, length=24, distance=d) for d in ((25, tokens - 24), None))
     return _two_layers(tokens, block), (near,), {"far": far}, 3000
 

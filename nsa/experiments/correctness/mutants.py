@@ -1,7 +1,7 @@
-"""The case study's real defects as one-line mutations of this code.
+"""Real defects of the case study as one-line mutations of this code.
 
-Each cost somebody weeks, because no test noticed it. Now each has a killer, which fails once the
-line is changed; `tests/experiments/correctness/test_mutants.py` proves it.
+Each cost weeks of work, because no test detected it. Now each has a killer, which fails when the
+line is changed; `tests/experiments/correctness/test_mutants.py` verifies it.
 """
 
 import shutil
@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Mutant:
-    """`before` stands exactly once in `file` and becomes `after`."""
+    """One mutation: `before` occurs exactly once in `file` and becomes `after`."""
 
-    # (view, backend) of `probe` where it shows, and (lesson, backend, T) where a model learns
-    # otherwise for it, or why none does. The backends run the mutated line; those that hold T x T
-    # tensors or take one token at a time learn at a smaller T.
+    # (view, backend) of `probe` that shows it, and (lesson, backend, T) that it makes a model fail,
+    # or why there is none. The backends run the mutated line; those that hold T x T tensors or
+    # process one token at a time use a smaller T.
     shows: tuple[str, str]
     lesson: tuple[str, str, int] | str
     defect: str  # what the case study's code did
@@ -30,11 +30,11 @@ class Mutant:
 
 
 def mutated_copy(folder: str | Path, name: str = "") -> Path:
-    """`folder`/project: the package, its tests where there are any, and what pytest is told.
+    """Copy the package, its tests if any, and pytest's configuration to `folder`/project.
 
-    With the line of the mutant of that name changed. ValueError if the line is not there, and for
-    an unknown name, with the nearest. What Python has compiled comes along, for a copied source
-    keeps its time; that of the changed one does not.
+    The line of the named mutant is changed. Raises ValueError if the line is not there, and for an
+    unknown name, with the nearest. Compiled files are copied too, since a copied source keeps its
+    modification time; those of the changed file are removed.
     """
     root = Path(folder) / "project"
     ignore = shutil.ignore_patterns(".*", "*.pyc.*")  # the latter while one is being written
@@ -59,7 +59,7 @@ def mutated_copy(folder: str | Path, name: str = "") -> Path:
 
 
 def mutant(name: str) -> Mutant:
-    """The mutant of that name; ValueError for an unknown one, naming the nearest."""
+    """Return the mutant of that name; ValueError for an unknown one, naming the nearest."""
     if name not in MUTANTS:
         raise ValueError(f"mutant {name!r} is unknown; {nearest(name, MUTANTS)}")
     return MUTANTS[name]

@@ -1,4 +1,4 @@
-"""Every backend held to the definition in fp64, and proof that the rule can say no.
+"""Check every backend against the definition in fp64, and prove that the rule can reject.
 
 `hold_all` runs in a child process, where Triton's kernels can be interpreted without a GPU.
 """
@@ -22,13 +22,13 @@ from nsa.lab.measure.shapes import Shape
 from nsa.reference.nsa import BRANCHES, nsa
 
 ENTRY = "nsa.experiments.correctness.oracle:hold_all"
-# Mistakes of the case study, and lazy answers, which the rule must turn down.
+# Mistakes of the case study, and trivial outputs, which the rule must reject.
 IMPOSTORS = ("all zero", "x 1.01", "only the first key", "w + 1 keys", "block of its own dropped")
 
 
 @dataclass(frozen=True)
 class Held:
-    """How one implementation's tensor was held to the rule at one shape."""
+    """Result of checking one implementation's tensor by the rule at one shape."""
 
     shape: str
     dtype: str
@@ -38,16 +38,16 @@ class Held:
     outcome: str  # "held", "red"; "declined" by a backend, "no gradient" from one
     message: str = ""
     error: float | None = None  # of the largest exact value
-    limit: float | None = None  # the same; None where it was not kept
+    limit: float | None = None  # likewise; None if it was exceeded
 
 
 def measure(
     shapes: Sequence[dict[str, Any]], *, device: str = "cpu", workers: int = 1, **how: Any
 ) -> list[dict[str, Any]]:
-    """Rows of `hold_all` on these shapes (Shape.to_dict()), which up to `workers` children share.
+    """Run `hold_all` on these shapes (Shape.to_dict()), split among up to `workers` children.
 
-    `how`: deadline_s (120) and folder of sweep.measure. RuntimeError if a child did not end well:
-    without its oracle there is nothing to look at.
+    `how`: deadline_s (120) and folder of sweep.measure. Raises RuntimeError if a child fails:
+    without its oracle there is nothing to compare.
     """
     each = max(1, -(-len(shapes) // workers))
     ended = sweep.measure(
@@ -67,12 +67,12 @@ def measure(
 
 
 def environment(device: str) -> dict[str, str]:
-    """Variables of a child: without a GPU the kernels run, too, one program after the other."""
+    """Environment of a child: without a GPU the kernels are interpreted, one program at a time."""
     return {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
 
 
 def hold_all(spec: dict[str, Any]) -> dict[str, Any]:
-    """{"rows": ...}: a `Held`, as a dict, for each shape, implementation and tensor."""
+    """Return {"rows": ...}: a `Held`, as a dict, per shape, implementation and tensor."""
     if spec["device"] == "cpu":
         torch.set_num_threads(1)
     rows = []
@@ -100,7 +100,7 @@ def _held(
     who: str,
     found: Mapping[str, Tensor | str] | str,
 ) -> list[Held]:
-    """Rows of what `_backend` or an impostor found, against plain torch's and the exact tensors."""
+    """Compare tensors of a backend or an impostor with plain torch's and the exact ones."""
     row = partial(Held, str(shape), shape.dtype, who, kind)
     if isinstance(found, str):
         return [row("", "declined", found)]
@@ -121,7 +121,7 @@ def _held(
 
 
 def _backend(name: str, drawn: Drawn, blocks: Tensor) -> dict[str, Tensor | str] | str:
-    """o and gradients, or why it declined; where only the backward is declined, o alone."""
+    """Return o and gradients, or why it declined; if only the backward is declined, o alone."""
 
     def attend(x):
         given = {"blocks": blocks, "backend": name}
@@ -150,14 +150,14 @@ def _reference(x: Mapping[str, Tensor], config: NSAConfig, blocks: Tensor | None
 
 
 def _by_branch(x: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """k and v."""
+    """Return k and v by branch."""
     return [{b: x[f"{side}_{b}"] for b in BRANCHES} for side in "kv"]
 
 
 def _impostor(
     name: str, o: Tensor, x: Mapping[str, Tensor], shape: Shape, blocks: Tensor
 ) -> Tensor:
-    """o with that mistake."""
+    """Return o with the named mistake."""
     config = shape.config
     if name == "all zero":
         return torch.zeros_like(o)

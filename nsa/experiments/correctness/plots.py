@@ -1,4 +1,4 @@
-"""The figures of the correctness notebook: the definition, and what each mutant attends to."""
+"""Figures of the correctness notebook: the definition, and what each mutant attends to."""
 
 import textwrap
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ COLOURS = {"cmp": "#E69F00", "slc": "#0072B2", "win": "#009E73"}
 
 
 def what_is_seen(found: Definition):
-    """A panel a branch: tokens (columns) that each query (rows) sees; both groups' selections."""
+    """Plot tokens (columns) that each query (rows) sees, by branch; selections of both groups."""
     from matplotlib.colors import ListedColormap
 
     shown = [("cmp", 0, "compressed"), ("win", 0, "window")]
@@ -41,9 +41,9 @@ def what_is_seen(found: Definition):
 
 
 def importance_of(found: Definition, query: int, group: int = 0):
-    """Eq. 8 to 11 for one query: p_cmp of each head, the matrix of Eq. 9, importance, the choice.
+    """Plot Eq. 8 to 11 for one query: p_cmp by head, the matrix of Eq. 9, importance, the choice.
 
-    ValueError for a query or a group that there is not.
+    Raises ValueError for a query or group that does not exist.
     """
     if not (0 <= query < found.tokens and 0 <= group < len(found.p_cmp)):
         there = f"{found.tokens} queries and {len(found.p_cmp)} groups"
@@ -84,7 +84,7 @@ def importance_of(found: Definition, query: int, group: int = 0):
 
 
 def gates_of(found: Definition, head: int = 0):
-    """The three gates of one head over the tokens: each on its own, they need not add up to 1."""
+    """Plot the three gates of one head over the tokens; they need not add up to 1."""
     with looks.figure(1, 2.2) as (fig, (axes,)):
         for index, (branch, name) in enumerate(BRANCHES.items()):
             axes.plot(found.gates[:, head, index], color=COLOURS[branch], label=name)
@@ -94,9 +94,9 @@ def gates_of(found: Definition, head: int = 0):
 
 
 def gallery(all_seen: Sequence[Seen]):
-    """A panel a mutant: what it shows less what right code shows; red too much, blue too little.
+    """Plot each mutant's picture minus that of correct code; red is too much, blue too little.
 
-    Grey is what right code attends to. A picture that could not be made says why.
+    Grey marks what correct code attends to. A missing picture is replaced by the reason.
     """
     from matplotlib.colors import ListedColormap
 
@@ -121,7 +121,7 @@ def gallery(all_seen: Sequence[Seen]):
                 grey = ListedColormap(["white", "#d9d9d9"])
                 axes.imshow(right > 0, cmap=grey, vmin=0, vmax=1, interpolation="nearest")
             most = np.abs(wrong).max() or 1.0
-            # Small differences are to be seen beside large ones: it is the place that tells.
+            # Small differences must be visible beside large ones: the location matters.
             shown = np.sign(wrong) * (np.abs(wrong) / most) ** 0.4
             shown = np.ma.masked_where(np.abs(wrong) < 1e-4, shown)
             look = {"cmap": "RdBu_r", "vmin": -1.1, "vmax": 1.1, "interpolation": "nearest"}
@@ -130,7 +130,7 @@ def gallery(all_seen: Sequence[Seen]):
 
 
 def curves(rows: Sequence[dict]):
-    """Loss of each lesson while it is learnt: a panel a lesson, right attention in black."""
+    """Plot the training loss of each lesson, one panel each, correct attention in black."""
     lessons: dict[tuple, list[dict]] = {}
     for row in rows:
         if row.get("curve"):

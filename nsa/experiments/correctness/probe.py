@@ -1,7 +1,7 @@
-"""What an implementation attends to, asked from outside: values that name their token.
+"""Probe what an implementation attends to, from outside: values that identify their token.
 
 With value s the s-th unit vector, the output of a query is the weight that it gives to each token.
-No code of the implementation is read, so right and wrong code are asked the same question.
+No code of the implementation is read, so correct and wrong code are probed in the same way.
 Imports nothing of the package at the top: `in_copy` first has to choose the copy.
 """
 
@@ -25,13 +25,13 @@ SIZES = {
     "select_local": 1,
     "window": 12,
 }
-HEAD = 4  # the one that is looked at: not the first of its group, nor in the first group
+HEAD = 4  # the head that is probed: not the first of its group, nor in the first group
 CHUNK = 1 << 12  # scores that chunked backends hold at once here, so that there are several chunks
 BRANCHES = ("cmp", "slc", "win")
 
 
 def in_copy(spec: dict[str, Any]) -> dict[str, Any]:
-    """An entry for `trial.run_child`: calls another one in the copy of the package at spec["root"].
+    """Entry for `trial.run_child`: call another entry in the copy of the package at spec["root"].
 
     spec: "root", a folder that holds `nsa`; "entry", "package.module:function"; "spec" for that.
     """
@@ -43,16 +43,16 @@ def in_copy(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_copies(spec: dict[str, Any]) -> dict[str, Any]:
-    """{"found": [{"result": ...} or {"error": why}]}: `in_copy` for each of spec["calls"].
+    """Run `in_copy` for each of spec["calls"]: {"found": [{"result": ...} or {"error": why}]}.
 
-    Each in a fork of its own, so that torch is loaded once and no copy meets another; a single one
-    right here.
+    Each runs in its own fork, so that torch is loaded once and copies are isolated; a single call
+    runs in this process.
     """
-    import torch._dynamo  # operators and checkpoints load it, which takes each of them seconds
+    import torch._dynamo  # operators and checkpoints import it, which takes seconds in each fork
 
     if spec.get("triton"):
         import triton  # noqa: F401
-    torch.set_num_threads(1)  # a thread that a fork leaves behind would be waited for
+    torch.set_num_threads(1)  # a fork would wait for threads that it does not have
     called = _called if len(spec["calls"]) == 1 else _forked
     return {"found": [called(call) for call in spec["calls"]]}
 
@@ -79,16 +79,16 @@ def _forked(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def look(spec: dict[str, Any]) -> dict[str, Any]:
-    """{"picture": rows of numbers}: spec["view"], one of VIEWS, of spec["backend"].
+    """Return {"picture": rows of numbers}: spec["view"], one of VIEWS, of spec["backend"].
 
-    On spec["device"], "cpu" by default.
+    Runs on spec["device"], "cpu" by default.
     """
     picture = VIEWS[spec["view"]](spec["backend"], spec.get("device", "cpu"))
     return {"picture": [[round(x, 5) for x in row] for row in picture.tolist()]}
 
 
 def gate_gradient(backend: str, device: str):
-    """[T, 3]: what the kernel that makes <do, o> writes as the gradient of the second gate."""
+    """Gates' gradient [T, 3] that the kernel computing <do, o> writes for the second gate."""
     from nsa.kernels.combine import delta_of
 
     random = torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ def gate_gradient(backend: str, device: str):
 
 
 def query_gradient(backend: str, device: str):
-    """[T, D]: the queries' gradient under all branches, from the first quarter of the tokens."""
+    """Gradient of the queries [T, D] through all branches, for the first quarter of the tokens."""
     x = drawn(backend, device, DIM)
     x = {n: t[:, : TOKENS // 4].clone().requires_grad_() for n, t in x.items()}
     o = output(backend, x)
@@ -108,7 +108,7 @@ def query_gradient(backend: str, device: str):
 
 
 def recomputed(backend: str, device: str):
-    """[L, L]: in a backward over 4 checkpointed layers, which layer (column) ran in whose place."""
+    """Matrix [L, L]: layer (column) recomputed in place of each of 4 checkpointed layers (row)."""
     from nsa.config import NSAConfig
     from nsa.model.config import ModelConfig
     from nsa.model.llama import LanguageModel
@@ -130,7 +130,7 @@ def recomputed(backend: str, device: str):
 
 
 def drawn(backend: str, device: str, value_dim: int = 0) -> dict[str, Any]:
-    """q, k_*, v_* and gates; fp32 for kernels, else fp64. Without `value_dim` values name tokens.
+    """Draw q, k_*, v_*, gates; fp32 for kernels, else fp64. Without `value_dim` values are one-hot.
 
     Drawn in fp32 on the host, so that both dtypes and all devices hold the same numbers.
     """
@@ -150,7 +150,7 @@ def drawn(backend: str, device: str, value_dim: int = 0) -> dict[str, Any]:
 
 
 def output(backend: str, x: dict[str, Any], branches: tuple[str, ...] = BRANCHES):
-    """o of the backend, or of the definition for "reference", on `drawn` tensors."""
+    """Compute o of the backend, or of the definition for "reference", on `drawn` tensors."""
     from nsa.attention import span
     from nsa.attention.api import nsa_attention
     from nsa.config import NSAConfig
@@ -168,9 +168,9 @@ def output(backend: str, x: dict[str, Any], branches: tuple[str, ...] = BRANCHES
 
 
 def weights(branches: tuple[str, ...], gated: bool, backend: str, device: str) -> torch.Tensor:
-    """[T, T]: the weight that each query gives to each token through these branches, summed.
+    """Weights [T, T] that each query gives to each token, summed over these branches.
 
-    Gates are 1, or between 0.2 and 0.8 where `gated`.
+    Gates are 1, or between 0.2 and 0.8 if `gated`.
     """
     x = drawn(backend, device)
     if not gated:

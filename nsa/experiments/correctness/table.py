@@ -1,4 +1,4 @@
-"""What the correctness notebook shows as tables, and its rows for metrics.csv. Draws nothing."""
+"""Tables of the correctness notebook, and its rows for metrics.csv. Draws nothing."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ VISIBLE = 1e-4  # of a weight or gradient: more than rounding between the dtypes
 
 
 def oracle(rows: Sequence[dict]) -> pandas.DataFrame:
-    """One row a backend and dtype: worst error over its limit, of o and of the gradients."""
+    """Table with a row per backend and dtype: worst error / limit of o and of the gradients."""
     found: dict[tuple[str, str], dict] = {}
     for row in rows:
         if row["kind"] != "backend":
@@ -40,14 +40,14 @@ def oracle(rows: Sequence[dict]) -> pandas.DataFrame:
 
 
 def impostors(rows: Sequence[dict]) -> pandas.DataFrame:
-    """One row an impostor and shape that tells it: its error and what the rule said."""
+    """Table with a row per impostor and shape: the rule's outcome and the error."""
     chosen = [row for row in rows if row["kind"] == "impostor"]
     table = pandas.DataFrame(chosen, columns=["who", "shape", "outcome", "error"])
     return table.assign(error=[f"{x:.1e}" for x in table["error"]]).set_index(["who", "shape"])
 
 
 def difference(seen: Seen, all_seen: Sequence[Seen]) -> np.ndarray | None:
-    """What the mutant shows less what right code shows in that view; None where one is missing."""
+    """Picture of the mutant minus that of correct code in its view; None if one is missing."""
     place = (RIGHT, seen.view, seen.backend)
     for one in all_seen:
         if (one.mutant, one.view, one.backend) == place and one.picture and seen.picture:
@@ -56,7 +56,7 @@ def difference(seen: Seen, all_seen: Sequence[Seen]) -> np.ndarray | None:
 
 
 def gallery(all_seen: Sequence[Seen]) -> pandas.DataFrame:
-    """One row a mutant: its defect, where it is looked at, how much of the picture is wrong."""
+    """Table with a row per mutant: its defect, the view, how much of the picture is wrong."""
     columns = ["mutant", "what the defect is", "view", "rows that are wrong", "sees the future"]
     found = []
     for seen in all_seen:
@@ -75,7 +75,7 @@ def gallery(all_seen: Sequence[Seen]) -> pandas.DataFrame:
 
 
 def killers(all_seen: Sequence[Seen], killed: Sequence[dict]) -> pandas.DataFrame:
-    """One row a mutant: the test that kills it, and how it ended where it was run here."""
+    """Table with a row per mutant: the test that kills it, and its outcome if run here."""
     ran = {row["mutant"]: row["outcome"] for row in killed}
     shown = [name for name in MUTANTS if name in {seen.mutant for seen in all_seen}]
     found = {
@@ -86,7 +86,7 @@ def killers(all_seen: Sequence[Seen], killed: Sequence[dict]) -> pandas.DataFram
 
 
 def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
-    """One row a mutant and one of right attention a lesson: accuracy by question, loss, peek."""
+    """Table with a row per mutant, and correct attention per lesson: accuracy, loss, peek."""
     last = "as right attention"
     columns = ["mutant", "lesson", "T", "backend", "steps", "accuracy", "loss", "peek", last]
     found = []
@@ -106,7 +106,7 @@ def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
 
 
 def to_metrics(oracle_rows: Sequence[dict], lesson_rows: Sequence[dict]) -> list[dict]:
-    """Rows of metrics.csv; a lesson's whole row stands in its config, to be read back."""
+    """Rows of metrics.csv; a lesson's complete row is stored in its config, to be read back."""
     rows = []
     for row in oracle_rows:
         mode = "forward" if row["tensor"] == "o" else "backward"
@@ -124,9 +124,9 @@ def to_metrics(oracle_rows: Sequence[dict], lesson_rows: Sequence[dict]) -> list
 
 
 def kept_lessons(run: str, root: str | Path = ROOT / "runs") -> list[dict]:
-    """The rows of `gallery.learn`, read back from a kept run's metrics, without curves.
+    """Read rows of `gallery.learn` back from a kept run's metrics, without curves.
 
-    ValueError for a run that is not there or that taught nothing.
+    Raises ValueError for a run that does not exist or has no lessons.
     """
     folder = Store(root).find(run)
     df = Run(folder).metrics()
@@ -137,8 +137,8 @@ def kept_lessons(run: str, root: str | Path = ROOT / "runs") -> list[dict]:
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for mutants, tasks, a query or a kept run that there is not: of the parameters of
-    00_correctness and of 04_throughput."""
+    """Raise ValueError for mutants, tasks, a query or a kept run that do not exist, in the
+    parameters of 00_correctness and 04_throughput."""
     for name in ("mutants", "lessons", "killers"):
         check_names(values.get(name, ()))
     for name in values.get("tasks", ()):

@@ -1,1 +1,1 @@
-"""What does a new token cost from a cache, and is it what its bytes say?"""
+"""Cost of decoding a token from a cache, compared with the bytes it must read."""

@@ -1,4 +1,4 @@
-"""The sizes that decoding is measured at, and what their bytes foretell before anything runs."""
+"""Sizes at which decoding is measured, and the byte counts estimated before anything runs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,16 @@ from nsa.lab.measure.shapes import DTYPES, count
 from nsa.reference.nsa import BRANCHES
 from nsa.spelling import choice
 
-# arXiv 2502.11089, Table 4: tokens that a step of NSA has to load, beside all of dense attention.
+# arXiv 2502.11089, Table 4: tokens that a step of NSA has to load, by tokens of dense attention.
 PAPER = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}
 PLAIN = "contiguous"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One step: a new token of each of `batch` sequences, the newest of `tokens` that it sees.
+    """One step: a new token in each of `batch` sequences, the newest of the `tokens` that it sees.
 
-    Raises ValueError for sizes that do not fit.
+    Raises ValueError for inconsistent sizes.
     """
 
     batch: int  # B
@@ -55,12 +55,12 @@ class Cell:
 
     @property
     def key_bytes(self) -> int:
-        """Of one key and its value, of all KV heads and sequences."""
+        """Bytes of one key and its value, over all KV heads and sequences."""
         return self.batch * self.kv_heads * 2 * self.dim * self.torch_dtype.itemsize
 
     @property
     def keys(self) -> dict[str, int]:
-        """Keys that one KV head of one sequence reads, by branch, and "dense": all of them.
+        """Number of keys that one KV head of one sequence reads, by branch, and "dense": all.
 
         The newest token, at position t = T - 1, reads (T - l) // d + 1 compressed keys, once for
         attention and scores alike; min(n, t // l' + 1) blocks, its own up to itself; min(w, T).
@@ -76,26 +76,26 @@ class Cell:
 
     @property
     def nsa_keys(self) -> int:
-        """Of the three branches together; a key that two of them read counts twice."""
+        """Number of keys of all three branches; a key that two of them read counts twice."""
         return sum(self.keys[branch] for branch in BRANCHES)
 
     def bytes_read(self, operation: str = "nsa") -> int:
-        """Keys and values that one step must load, of "nsa" or "dense"."""
+        """Bytes of keys and values that one step must load, for "nsa" or "dense"."""
         return self.key_bytes * (self.nsa_keys if operation == "nsa" else self.tokens)
 
     def shape(self, page: int | None = None) -> CacheShape:
-        """Of a layer's cache that this step fills."""
+        """Shape of a layer's cache that this step fills."""
         sizes = self.batch, self.tokens, self.kv_heads, self.dim, self.dim, self.torch_dtype
         return CacheShape(self.config, *sizes, shared=self.shared_kv, page=page)
 
     def cache_bytes(self, page: int | None = None) -> int:
-        """Of a layer's cache with its page table and lengths, before there is one."""
+        """Estimated bytes of a layer's cache with its page table and lengths."""
         shape = self.shape(page)
         return shape.bytes + shape.places_bytes
 
     @property
     def dense_bytes(self) -> int:
-        """Of a cache of dense attention."""
+        """Bytes of a cache of dense attention."""
         return self.key_bytes * self.tokens
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,12 +110,12 @@ class Cell:
 
 
 def words(tokens: int) -> str:
-    """65536 as 64k."""
+    """Format a token count: 65536 as 64k."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def cells_from(sizes: Sequence[str], **common: Any) -> list[Cell]:
-    """One cell for each of `sizes`, "sequences x tokens" as in "32x64k". ValueError for others."""
+    """Make a cell for each of `sizes`, "sequences x tokens" as in "32x64k"; else ValueError."""
     if not sizes:
         raise ValueError("no sizes; write some as 32x64k: sequences x cached tokens")
     found = []
@@ -131,17 +131,17 @@ COMMON = ("heads", "kv_heads", "dim", "dtype", "shared_kv", "seed")
 
 
 def cells_of(values: Mapping[str, Any]) -> list[Cell]:
-    """Those of the notebook's parameters."""
+    """Cells of the notebook's parameters."""
     return cells_from(values["sizes"], **{name: values[name] for name in COMMON})
 
 
 def layouts(pages: Sequence[int]) -> dict[str, int | None]:
-    """{"contiguous": None, "pages of 64": 64, ...}."""
+    """Cache layouts by name: {"contiguous": None, "pages of 64": 64, ...}."""
     return {PLAIN: None} | {f"pages of {page}": page for page in pages}
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for notebook parameters that cannot be run."""
     for cell in cells_of(values):
         for page in layouts(values["pages"]).values():
             cell.shape(page)

@@ -1,4 +1,4 @@
-"""A filled cache and a new token, what the step must give, and what of the cache it may read."""
+"""A filled cache and a new token, the step's expected result, and the keys it may read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from nsa.reference.attend import attend, attention_probs
 from nsa.reference.nsa import BRANCHES, combine
 from nsa.reference.select import select
 
-CHUNK = 1 << 16  # tokens of all sequences that are drawn and appended at once
-SAMPLE = 4  # sequences that are compared with fp64
-CLEAR = 1e-4  # share of a block's importance by which it must lead the next, sums being fp32
+CHUNK = 1 << 16  # tokens of all sequences drawn and appended at once
+SAMPLE = 4  # sequences compared with fp64
+CLEAR = 1e-4  # fraction of its importance by which a block must lead the next, with fp32 sums
 
 
 @dataclass(frozen=True)
 class New:
-    """The new token of each sequence: q [B, 1, HQ, D], k and v [B, 1, HKV, D] by branch, gates."""
+    """New token of each sequence: q [B, 1, HQ, D], k and v [B, 1, HKV, D] by branch, gates."""
 
     q: Tensor
     k: dict[str, Tensor]
@@ -32,7 +32,7 @@ class New:
 
 
 def draw(cell: Cell, tokens: int, generator: torch.Generator) -> tuple[dict, dict]:
-    """Keys and values [B, tokens, HKV, D] by branch, of unit variance."""
+    """Draw keys and values [B, tokens, HKV, D] by branch, of unit variance."""
     size = (cell.batch, tokens, cell.kv_heads, cell.dim)
     options = {"generator": generator, "device": generator.device, "dtype": cell.torch_dtype}
 
@@ -53,7 +53,7 @@ def new_token(cell: Cell, device: torch.device) -> New:
 
 
 def filled(cell: Cell, page: int | None, device: torch.device, seed: int) -> LayerCache:
-    """A cache of all tokens but the new one; its pages lie in it in no order."""
+    """Return a cache of all tokens except the new one; its pages are in random order."""
     cache = LayerCache(cell.shape(page), device=device)
     generator = torch.Generator(device).manual_seed(seed)
     if page is not None:
@@ -68,8 +68,8 @@ def filled(cell: Cell, page: int | None, device: torch.device, seed: int) -> Lay
 
 @dataclass(frozen=True)
 class Truth:
-    """The step's result on some sequences: `sample` [M], their o and blocks, and which rows have a
-    selection that no rounding changes."""
+    """Expected result of the step on some sequences: `sample` [M], their o and blocks, and the
+    rows with a selection that no rounding changes."""
 
     sample: Tensor
     exact: Tensor  # [M, 1, HQ, D], fp64
@@ -79,7 +79,7 @@ class Truth:
 
 
 def truth(cell: Cell, new: New, cache: LayerCache, margin: float) -> Truth:
-    """What the definition makes of the cache, which has the new token in it."""
+    """Compute the expected result from the cache, which contains the new token, by definition."""
     sample = torch.linspace(0, cell.batch - 1, min(SAMPLE, cell.batch), device=new.q.device)
     sample = sample.round().long()
     exact, blocks, lead = _definition(cell, new, cache, sample, torch.float64, None)
@@ -88,7 +88,7 @@ def truth(cell: Cell, new: New, cache: LayerCache, margin: float) -> Truth:
 
 
 def _definition(cell, new, cache, sample, dtype, blocks):
-    """(o, the blocks, by how much the last one that was chosen leads the next [M, HKV])."""
+    """Return (o, the blocks, the lead of the last chosen block over the next [M, HKV])."""
     config, last, scale = cell.config, cell.tokens - 1, cell.dim**-0.5
     device = new.q.device
     q, gates = (x[sample].to(dtype) for x in (new.q, new.gates))
@@ -120,18 +120,18 @@ def _definition(cell, new, cache, sample, dtype, blocks):
 
 
 def _all(k: Tensor) -> Tensor:
-    """That one query sees every key."""
+    """Mask in which one query sees every key."""
     return torch.ones(1, 1, 1, k.shape[1], dtype=torch.bool, device=k.device)
 
 
 def rows_of(cache: LayerCache, tokens: int) -> Tensor:
-    """[B, tokens]: where the positions of each sequence are kept."""
+    """Cache rows [B, tokens] of the positions of each sequence."""
     position = torch.arange(tokens, device=cache.device)
     return cache.page_rows(position.expand(cache.shape.batch, -1))
 
 
 def window_of(cell: Cell, cache: LayerCache, side: str) -> tuple[str, Tensor]:
-    """(the tensor, its rows [B, w]) that the window reads."""
+    """Return (the tensor's name, its rows [B, w]) that the window reads."""
     position = torch.arange(max(0, cell.tokens - cell.config.window), cell.tokens)
     position = position.to(cache.device).expand(cell.batch, -1)
     if cell.shared_kv:
@@ -140,7 +140,7 @@ def window_of(cell: Cell, cache: LayerCache, side: str) -> tuple[str, Tensor]:
 
 
 def _lead(importance: Tensor, cell: Cell) -> Tensor:
-    """[M, HKV] of importance [M, HKV, NB]: infinite where all blocks are chosen."""
+    """Lead [M, HKV] by importance [M, HKV, NB]: infinite if all blocks are chosen."""
     config, own = cell.config, (cell.tokens - 1) // cell.config.select_block
     free = importance[..., config.select_initial : own - config.select_local + 1]
     chosen = config.select_count - config.select_initial - config.select_local
@@ -151,7 +151,7 @@ def _lead(importance: Tensor, cell: Cell) -> Tensor:
 
 
 def hold(cell: Cell, name: str, got: Tensor, true: Truth) -> accuracy.Error:
-    """`got` [B, 1, HQ, D] held to the accuracy rule where the selection is clear."""
+    """Check `got` [B, 1, HQ, D] by the accuracy rule in rows with a clear selection."""
     if not bool(true.clear.any()):
         raise AccuracyError(f"{name}: no row of the sample has a selection that is clear")
     rows = true.clear.repeat_interleave(cell.heads // cell.kv_heads, 1)
@@ -160,7 +160,7 @@ def hold(cell: Cell, name: str, got: Tensor, true: Truth) -> accuracy.Error:
 
 
 def tail(cell: Cell, cache: LayerCache) -> dict[str, Tensor]:
-    """What a step writes: the new token's rows and the compressed block that ends with it."""
+    """Rows that a step writes: the new token's and the compressed block that ends with it."""
     config, last = cell.config, cell.tokens - 1
     at = torch.full((cell.batch, 1), last, device=cache.device)
     rows = {"slc": cache.page_rows(at), "raw": cache.ring_rows(at, cache.shape.raw_ring)}
@@ -176,7 +176,7 @@ def tail(cell: Cell, cache: LayerCache) -> dict[str, Tensor]:
 
 
 def written(cell: Cell, new: New, cache: LayerCache) -> None:
-    """AccuracyError unless the step left in the cache what `LayerCache.append` leaves."""
+    """Raise AccuracyError unless the step wrote to the cache what `LayerCache.append` writes."""
     got = tail(cell, cache)
     cache.append(new.k, new.v, advance=False)
     for name, want in tail(cell, cache).items():
@@ -187,19 +187,19 @@ def written(cell: Cell, new: New, cache: LayerCache) -> None:
 
 @dataclass(frozen=True)
 class Reads:
-    """What is left of the output when all that a step must not read is NaN."""
+    """Result of setting everything that a step must not read to NaN."""
 
-    keys: dict[str, int]  # read by a KV head of a sequence, where they are not NaN
+    keys: dict[str, int]  # read by a KV head of a sequence, not NaN
     spoilt: int  # rows of keys and of values that are NaN
-    same: bool  # the output is bit for bit the one before
+    same: bool  # the output is bitwise unchanged
     seen: bool  # a NaN in a key that must be read reaches the output
 
 
 def reads(
     cell: Cell, cache: LayerCache, true: Truth, before: Tensor, step: Callable[[], Tensor]
 ) -> Reads:
-    """Makes NaN of all but what the sample's sequences should read, and steps again. It spoils
-    the cache."""
+    """Set everything except what the sample's sequences should read to NaN, and step again.
+    Overwrites the cache."""
     config, last = cell.config, cell.tokens - 1
     blocks = true.blocks[:, 0].long()  # [M, HKV, n]
     index = torch.arange(cell.tokens, device=cache.device)

@@ -1,4 +1,4 @@
-"""What runs in the child: every implementation's step at one size, checked first, then timed."""
+"""Child process: every implementation's step at one size, checked first, then timed."""
 
 import gc
 import math
@@ -26,11 +26,11 @@ from nsa.reference.attend import attend
 from whyhung.process.child import is_out_of_memory
 
 NSA, DENSE = "nsa_decode", "dense_decode"
-MOST_LAYERS = 32  # caches that take turns in a timed call, as a model's layers do
+MOST_LAYERS = 32  # caches that a timed call cycles through, as a model's layers
 LAYERS_BYTES = 4 << 30  # of all of them together
-L2_TIMES = 2  # what they read is as many times what the L2 cache holds
-ONLY_THEIR_OWN = ("triton", "gather")  # they load no key that is hidden
-FUSED = ("triton", "gather")  # whose scores are summed and kept in fp32
+L2_TIMES = 2  # they read this many times the capacity of the L2 cache
+ONLY_THEIR_OWN = ("triton", "gather")  # backends that load no masked key
+FUSED = ("triton", "gather")  # backends whose scores are summed and kept in fp32
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -49,7 +49,7 @@ class Subject:
 def subjects(
     backends: Sequence[str], pages: Sequence[int], dense: bool, peers: Sequence[str], gpu: bool
 ) -> list[Subject]:
-    """In the order in which they are measured."""
+    """Subjects, in the order in which they are measured."""
     chosen = []
     for backend in backends or (["triton"] if gpu else ["gather"]):
         for layout, page in layouts(pages).items():
@@ -61,9 +61,9 @@ def subjects(
 
 
 def measure_cell(spec: dict) -> dict:
-    """{"cell", "device", "threads" and the arguments of `subjects`} -> {"rows", "ceilings"}.
+    """Entry: {"cell", "device", "threads", arguments of `subjects`} -> {"rows", "ceilings"}.
 
-    A row is a subject: its outcome, errors, times, bytes, and what it read.
+    There is one row per subject: its outcome, errors, times, bytes, and what it read.
     """
     given = dict(spec)
     cell, device = Cell.from_dict(given.pop("cell")), torch.device(given.pop("device"))
@@ -117,12 +117,12 @@ def _nsa(cell: Cell, subject: Subject, device: torch.device, row: dict) -> None:
 
 
 def _step(subject: Subject) -> Callable[[New, LayerCache], Tensor]:
-    """The step that leaves the lengths as they are, so that it can be repeated. A peer appends and
-    attends, too: f(q, k, v, gates, cache) -> o, with k and v by branch and a LayerCache."""
+    """Return a step that leaves the lengths unchanged, so that it can be repeated. A peer also
+    appends and attends: f(q, k, v, gates, cache) -> o, with k and v by branch and a LayerCache."""
     if subject.peer:
         try:
             function = pkgutil.resolve_name(subject.peer)
-        except Exception as error:  # anything may happen in somebody's module
+        except Exception as error:  # third-party modules may raise anything
             text = f"{type(error).__name__}: {error}"
             raise Declined(f"{subject.peer} cannot be imported: {text}") from error
         return lambda new, cache: function(new.q, new.k, new.v, new.gates, cache)
@@ -131,10 +131,10 @@ def _step(subject: Subject) -> Callable[[New, LayerCache], Tensor]:
 
 
 def _dense(cell: Cell, subject: Subject, device: torch.device, row: dict) -> None:
-    """torch's attention of G queries a KV head over all cached keys; storing the new one is not
-    counted."""
+    """Measure torch's attention of G queries per KV head over all cached keys, excluding the
+    storing of the new one."""
     new, heads = check.new_token(cell, device), cell.kv_heads
-    q = new.q.view(cell.batch, heads, -1, cell.dim)  # [B, HKV, G, D]: no copy of a key a query
+    q = new.q.view(cell.batch, heads, -1, cell.dim)  # [B, HKV, G, D]: no copy of keys per query
     held, caches = _held(device), []
     for layer in range(_layers(cell.dense_bytes, cell.dense_bytes, device)):
         generator = torch.Generator(device).manual_seed(cell.seed + layer)
@@ -161,12 +161,12 @@ def _dense(cell: Cell, subject: Subject, device: torch.device, row: dict) -> Non
 
 
 def _brief(error: Exception) -> str:
-    """Its kind and the first line of what it says."""
+    """Type of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def _layers(size: int, read: int, device: torch.device) -> int:
-    """How many caches of `size` bytes, of which a step reads `read`, take turns."""
+    """Number of caches of `size` bytes to cycle through, of which a step reads `read`."""
     if device.type != "cuda":
         return 1
     needed = L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size
@@ -174,7 +174,7 @@ def _layers(size: int, read: int, device: torch.device) -> int:
 
 
 def _held(device: torch.device) -> int:
-    """Bytes of all tensors there are, without those that wait for Python's collector."""
+    """Bytes of all live tensors, after collecting garbage."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -183,10 +183,10 @@ def _held(device: torch.device) -> int:
 
 
 def _time(row: dict, steps: Sequence[Callable[[], Tensor]], device: torch.device) -> None:
-    """ms of one step, eager and, on a GPU, replayed from a CUDA graph of all of them.
+    """Time one step in ms, eager and, on a GPU, replayed from a CUDA graph of all of them.
 
-    The caches take turns, so that the keys of a step come from memory as in a model of layers.
-    Replays follow one another, as steps do.
+    It cycles through the caches, so that keys come from memory, as in a model with many layers.
+    Replays run back to back, as steps do.
     """
 
     def all_steps() -> Tensor:
@@ -216,7 +216,7 @@ def _time(row: dict, steps: Sequence[Callable[[], Tensor]], device: torch.device
 
 
 def _captured(call: Callable[[], Tensor], want: Tensor) -> Callable[[], None] | str:
-    """A replay that gives what the call gives, or why there is none."""
+    """Return a graph replay with the same result as the call, or why there is none."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     outside = torch.cuda.current_stream()
     try:

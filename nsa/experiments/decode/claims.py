@@ -1,4 +1,4 @@
-"""The sentences of the decoding notebook, each decided by what was measured."""
+"""Claims of the decoding notebook, each decided by measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from nsa.experiments.decode.trials import Result
 from nsa.workbook import metrics
 from nsa.workbook.claim import Claim, aim_of, verdict_of
 
-MEMORY = 0.01  # of what was foretold
+MEMORY = 0.01  # fraction of the estimate
 PAGES = 1.05  # of the contiguous layout's time
-BEYOND = 1.12  # of a copy's bandwidth: what only reads is faster, up to an H200's 4.8 of 4.27 TB/s
+BEYOND = 1.12  # of a copy's bandwidth: pure reads are faster, up to 4.8 vs 4.27 TB/s on an H200
 TRITON = "triton"
 NO_GPU = "times without a GPU say nothing about one"
 NOT_OF_THIS_RUN = "this run was not to measure it"
@@ -25,8 +25,8 @@ NO_VALUE = "it was to be measured and has no value"
 
 @dataclass(frozen=True)
 class Aim:
-    """Milliseconds of one step in a CUDA graph on one H200, beside what dense attention by torch
-    and the fastest public NSA take: HQ 64, HKV 4, D 128, bf16, l 32, d 16, l' 64, n 16, w 512."""
+    """Target in ms of one step in a CUDA graph on one H200, and times of torch's dense attention
+    and the fastest public NSA: HQ 64, HKV 4, D 128, bf16, l 32, d 16, l' 64, n 16, w 512."""
 
     batch: int
     tokens: int
@@ -55,7 +55,7 @@ AIMS = (
 
 
 def all_claims(results: Sequence[Result], equals: Sequence[Equal], counted: Counted) -> list[Claim]:
-    """What must hold in any run."""
+    """Claims that must hold in any run."""
     df = table.frame(results)
     return [
         equals_the_whole(equals, counted.equal),
@@ -69,7 +69,7 @@ def all_claims(results: Sequence[Result], equals: Sequence[Equal], counted: Coun
 
 
 def aims(results: Sequence[Result], gpu: str) -> list[Claim]:
-    """What kernels are to reach on an H200; `gpu` is the device's name, empty on a CPU."""
+    """Performance aims on an H200; `gpu` is the device's name, empty on a CPU."""
     df = table.frame(results)
     return [
         *(reaches(results, aim, gpu) for aim in AIMS),
@@ -80,7 +80,7 @@ def aims(results: Sequence[Result], gpu: str) -> list[Claim]:
 
 
 def equals_the_whole(equals: Sequence[Equal], model: Equal) -> Claim:
-    """In fp64, where only the order of sums differs."""
+    """Claim that decoding equals the whole sequence at once, in fp64 up to the order of sums."""
     every = [*equals, model]
     worst = max(every, key=lambda one: one.difference)
     sentence = "in fp64 a sequence that is decoded equals the whole at once, by every backend and "
@@ -92,7 +92,7 @@ def equals_the_whole(equals: Sequence[Equal], model: Equal) -> Claim:
 
 
 def is_accurate(df: pandas.DataFrame) -> Claim:
-    """Held to twice plain torch's own error against fp64, before any time was taken."""
+    """Claim that steps stay within twice plain torch's error vs fp64, checked before timing."""
     red = _messages(df[df["outcome"] == "red"])
     ran = df[df["error"].notna()]
     sentence = f"each step at its own length keeps the accuracy rule: {len(ran)} measured"
@@ -105,7 +105,7 @@ def is_accurate(df: pandas.DataFrame) -> Claim:
 
 
 def nothing_broke(df: pandas.DataFrame) -> Claim:
-    """Our backends run, or say beforehand why not; out of memory is a value."""
+    """Claim that our backends run or decline with a reason; out of memory is a valid outcome."""
     mine = df[(df["operation"] == NSA) & ~df["name"].str.startswith("peer ")]
     broken = _messages(mine[mine["outcome"] == "error"])
     sentence = "every step of ours ran or said why it does not"
@@ -118,7 +118,7 @@ def nothing_broke(df: pandas.DataFrame) -> Claim:
 
 
 def reads_only_its_keys(results: Sequence[Result]) -> Claim:
-    """All else in the cache was made NaN, and the output stayed the same to the bit."""
+    """Claim that a step reads only its keys: with NaN elsewhere its output is bitwise the same."""
     found = [(r.cell, row) for r in results for row in r.rows if "reads" in row]
     sentence = "a step reads the keys that the prediction counts and no others: with NaN in all "
     sentence += "other rows its output is the same to the bit, with NaN in one of those it is not"
@@ -145,7 +145,7 @@ def reads_only_its_keys(results: Sequence[Result]) -> Claim:
 
 
 def reads_as_the_paper_says(results: Sequence[Result]) -> Claim:
-    """Its Table 4 of tokens loaded, for the lengths that this run has."""
+    """Claim that reads match the paper's Table 4 of tokens loaded, at the lengths of this run."""
     sentence = "a step reads as many times fewer keys than dense attention as the paper says"
     found = {}
     for result in results:
@@ -164,7 +164,7 @@ def reads_as_the_paper_says(results: Sequence[Result]) -> Claim:
 
 
 def memory_is_foretold(df: pandas.DataFrame, counted: Counted) -> Claim:
-    """One layer's cache in the allocator's count, and all of a small model's."""
+    """Claim that estimated bytes match a layer's cache in the allocator and a small model's."""
     rows = df[df["cache_bytes"].notna() & (df["operation"] == NSA)]
     sentence = f"a cache takes the bytes that were foretold, to {MEMORY:.0%}"
     if not len(rows):
@@ -180,7 +180,7 @@ def memory_is_foretold(df: pandas.DataFrame, counted: Counted) -> Claim:
 
 
 def counters_count(counted: Counted) -> Claim:
-    """Of a small model that reads a prompt and decodes."""
+    """Claim that the counters match the definition's masks when a small model decodes."""
     sentence = (
         "the counters of a cache tell the keys that the definition's masks show, in the last "
     )
@@ -192,7 +192,7 @@ def counters_count(counted: Counted) -> Claim:
 
 
 def reaches(results: Sequence[Result], aim: Aim, gpu: str) -> Claim:
-    """Contiguous and paged, whichever is slower, in a CUDA graph."""
+    """Claim that the slower of contiguous and paged caches reaches the aim, in a CUDA graph."""
     wanted = f"aim {aim.ms:g} ms, best public {aim.public_ms:g}, dense {aim.dense_ms:g}"
     sentence = f"triton at {aim}"
     if "H200" not in gpu:
@@ -211,7 +211,7 @@ def reaches(results: Sequence[Result], aim: Aim, gpu: str) -> Claim:
 
 
 def pages_cost_little(df: pandas.DataFrame, gpu: str) -> Claim:
-    """In CUDA graphs of one process."""
+    """Claim that paged caches take at most PAGES times as long, in CUDA graphs of one process."""
     sentence = f"pages are at most {PAGES - 1:.0%} slower than a contiguous cache"
     if not gpu:
         return Claim.not_here(sentence, NO_GPU)
@@ -234,7 +234,7 @@ def pages_cost_little(df: pandas.DataFrame, gpu: str) -> Claim:
 
 
 def nothing_beats_the_limit(df: pandas.DataFrame, gpu: str) -> Claim:
-    """What is faster does not load the keys that were counted."""
+    """Claim that no step beats the limit; a faster one would not load the counted keys."""
     sentence = f"no step is faster than its bytes over {BEYOND} times the bandwidth of a copy"
     if not gpu:
         return Claim.not_here(sentence, NO_GPU)
@@ -249,7 +249,7 @@ def nothing_beats_the_limit(df: pandas.DataFrame, gpu: str) -> Claim:
 
 
 def time_shrinks_too(df: pandas.DataFrame, gpu: str) -> Claim:
-    """The paper's 11.6 times at 64k is of bytes; this is the time beside it."""
+    """Claim that the speedup over dense at 64k reaches 11.6, the paper's ratio of bytes."""
     sentence = "at 64k a step is as many times faster than dense attention as the paper's 11.6 of"
     sentence += " keys, launches and all"
     if not gpu:
@@ -261,12 +261,12 @@ def time_shrinks_too(df: pandas.DataFrame, gpu: str) -> Claim:
     said = ", ".join(f"{x:.1f} times at {size}" for size, x in ratio.items())
     evidence = {size: round(float(x), 2) for size, x in ratio.items()}
     claim = Claim(f"{sentence}: {said}", aim_of(bool(ratio.max() >= 11.6)), evidence)
-    # The fastest of both counts, and a slower dense attention would flatter.
+    # The fastest of both counts; a slower dense attention would flatter the result.
     return claim.over(_lost(rows[~rows["name"].str.startswith("peer ")], "ms"))
 
 
 def _lost(df: pandas.DataFrame, column: str) -> list[str]:
-    """The steps that lack a number, but for those that do not run."""
+    """Steps that lack a number, except those that do not run."""
     return metrics.unmeasured(df.assign(median=df[column]), ["name"], ["size"])
 
 

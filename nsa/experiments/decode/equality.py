@@ -1,4 +1,4 @@
-"""Decoding against the whole at once, in fp64 on a CPU, and the counters of a model."""
+"""Compare decoding with the whole sequence at once, in fp64 on a CPU, and a model's counters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +21,12 @@ from nsa.reference.select import select, selected_tokens
 BACKENDS = ("reference", "masked", "gather")
 TOKENS, BATCH, HEADS, KV_HEADS, DIM = 96, 2, 4, 2, 8
 CHUNKS = (33, 1, 2, 5, 16, 3)  # of a prompt, then again from the beginning; the rest one by one
-SAME = 1e-12  # what fp64 may differ by when sums are taken in another order
+SAME = 1e-12  # tolerance in fp64 for another order of sums
 
 
 @dataclass(frozen=True)
 class Equal:
-    """The largest difference between outputs of decoding and of the whole at once."""
+    """Largest difference between outputs of decoding and of the whole sequence at once."""
 
     what: str
     layout: str
@@ -40,7 +40,7 @@ class Equal:
 
 
 def operations(seed: int) -> Iterator[Equal]:
-    """Each backend and layout: a prompt in chunks, then token by token."""
+    """Yield the result of each backend and layout: a prompt in chunks, then token by token."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(heads: int, dim: int) -> Tensor:
@@ -79,7 +79,7 @@ def _equal(what: str, layout: str, outputs: list[Tensor], whole: Tensor) -> Equa
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """So small are the steps that threads would only wait for each other."""
+    """Run torch with one thread: for steps this small, threads only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -89,14 +89,14 @@ def one_thread() -> Iterator[None]:
 
 
 def checked(seed: int) -> tuple[list[Equal], "Counted"]:
-    """The operation's backends and layouts, and a model."""
+    """Check the operation's backends and layouts, and a model."""
     with one_thread():
         return list(operations(seed)), model(seed)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a model's cache said it read, and what the definition's masks let a token see."""
+    """Keys read by the counters of a model's cache, and visible by the definition's masks."""
 
     equal: Equal
     last_step: dict[str, int]
@@ -109,7 +109,7 @@ class Counted:
 
 
 def model(seed: int) -> Counted:
-    """A small model in fp64 reads a prompt and decodes; its logits beside the uncached ones."""
+    """Decode after a prompt with a small fp64 model; compare its logits with the uncached ones."""
     torch.manual_seed(seed)
     sizes = {"dim": 32, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
     config = ModelConfig("decoding", 2, **sizes, nsa=TINY_CONFIG, backend="masked")
@@ -132,7 +132,7 @@ def model(seed: int) -> Counted:
 
 
 def _tensors(cache: NSACache) -> Iterator[Tensor]:
-    """Every tensor that a cache has, each storage once."""
+    """Yield every tensor of a cache, each storage once."""
     seen, waiting = set(), [vars(cache)]
     while waiting:
         thing = waiting.pop()
@@ -150,7 +150,7 @@ def _tensors(cache: NSACache) -> Iterator[Tensor]:
 
 
 def _seen(tokens: int, config: NSAConfig) -> list[dict[str, int]]:
-    """Keys that the masks of the definition show to each token, by branch."""
+    """Number of keys visible to each token by the definition's masks, by branch."""
     positions = torch.arange(tokens)
     blocks = -(-tokens // config.select_block)
     chosen = select(torch.rand(1, tokens, 1, blocks), config)

@@ -1,4 +1,4 @@
-"""The figures of the decoding notebook, in the looks of all others."""
+"""Figures of the decoding notebook, in the common style."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,8 @@ OF_DENSE = "time, dense at the shortest = 1"
 
 
 def latency(results: Sequence[Result], note: str, on_gpu: bool):
-    """Time of a step against the cached length, log-log, a panel for each batch with two lengths or
-    more; on a CPU over dense attention's at the shortest. A failure is a cross at the top."""
+    """Plot step time against the cached length, log-log, a panel for each batch with two lengths or
+    more; on a CPU relative to dense attention at the shortest. Failures are crosses at the top."""
     df = table.frame(results)
     lengths = df.groupby("batch", sort=False)["tokens"].nunique()
     batches = list(lengths[lengths > 1].index) or list(lengths.index[:1])
@@ -72,8 +72,8 @@ def _times(axes, rows: pandas.DataFrame, names: list[str], on_gpu: bool) -> None
 
 
 def sizes(results: Sequence[Result], note: str, on_gpu: bool):
-    """Every size in a row: how many times longer than its limit each step takes; on a CPU, than the
-    fastest dense one. Aims are rings where the run has their sizes."""
+    """Plot each step's time as a multiple of its limit, a row per size; on a CPU, of the fastest
+    dense one. Aims are rings if the run has their sizes."""
     df = table.frame(results)
     order, names = list(dict.fromkeys(df["size"])), list(dict.fromkeys(df["name"]))
     dense = table.fastest(df, DENSE)
@@ -100,8 +100,8 @@ def sizes(results: Sequence[Result], note: str, on_gpu: bool):
 
 
 def memory(results: Sequence[Result]):
-    """Left, MiB of a layer's cache a sequence against its length, beside what was foretold; right,
-    keys that a step reads, by branch."""
+    """Plot, left, a layer's cache in MiB per sequence against its length, measured and estimated;
+    right, keys that a step reads, by branch."""
     df = table.frame(results)
     with looks.figure(2, 3.4) as (fig, (left, right)):
         rows = df[df["cache_bytes"].notna()].drop_duplicates(["size", "operation", "layout"])
@@ -135,8 +135,8 @@ def memory(results: Sequence[Result]):
 
 
 def which_are_read(results: Sequence[Result]):
-    """The cached positions that the newest token of the first sequence reads, at the longest length
-    that was measured: a bar a branch and KV head. None where no selection is known."""
+    """Plot the cached positions that the newest token of the first sequence reads, at the longest
+    measured length: a bar per branch and KV head. None if no selection is known."""
     known = [(r.cell, row) for r in results for row in r.rows if "blocks" in row]
     if not known:
         return None
@@ -165,14 +165,14 @@ def which_are_read(results: Sequence[Result]):
 
 
 def _bars(axes, cell: Cell, spans: list[tuple[int, int]], row: int, branch: str, name: str) -> None:
-    """Runs of positions as bars, none so short that it could not be seen."""
+    """Draw ranges of positions as bars of at least a visible width."""
     least = cell.tokens / 700
     spans = [(start, max(size, least)) for start, size in spans]
     axes.broken_barh(spans, (row - 0.35, 0.7), color=COLOURS[branch], lw=0, label=name)
 
 
 def _compressed(axes, cell: Cell, row: int) -> None:
-    """Keys of the compressed branch, one for d tokens, as a band of a 1/d height."""
+    """Draw keys of the compressed branch, one for d tokens, as a band of height 1/d."""
     config = cell.config
     height = max(0.7 / config.compress_stride, 0.08)
     label = f"compressed, all heads: one key for {config.compress_stride} tokens"

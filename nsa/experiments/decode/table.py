@@ -1,4 +1,4 @@
-"""Questions put to what decoding measured, answered as tables. Draws nothing."""
+"""Tables that summarize the decoding measurements. Draws nothing."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ LIMIT = {NSA: "limit", DENSE: "dense limit"}
 
 
 def frame(results: Sequence[Result]) -> pandas.DataFrame:
-    """A row a size and subject: name, operation, layout, outcome, message; ms by mode, `ms` being
-    the fastest mode there is; limit_ms; cache, foretold and read bytes; error over what is allowed.
+    """Table, a row per size and subject: name, operation, layout, outcome, message; ms by mode and
+    `ms`, of the graph if any, else eager; limit_ms; cache, estimated and read bytes; error / limit.
     """
     found = []
     for result in results:
@@ -39,8 +39,8 @@ def frame(results: Sequence[Result]) -> pandas.DataFrame:
 
 
 def times(df: pandas.DataFrame, on_gpu: bool) -> pandas.DataFrame:
-    """ms of a step on a GPU, by mode; on a CPU the time as a share of dense attention's, at the
-    same size. A failure by its name."""
+    """Table of ms per step on a GPU, by mode; on a CPU, of the time relative to dense attention at
+    the same size. A failure shows its outcome."""
     if on_gpu:
         text = [
             row.outcome if row.outcome != "ok" else f"{row.graph_ms:.3g} ({row.eager_ms:.3g})"
@@ -65,20 +65,20 @@ def times(df: pandas.DataFrame, on_gpu: bool) -> pandas.DataFrame:
 
 
 def fastest(df: pandas.DataFrame, operation: str, layout: str = PLAIN) -> pandas.Series:
-    """ms by size of the fastest subject of that operation that is ours or torch's."""
+    """Time in ms by size of the operation's fastest subject, ours or torch's."""
     rows = df[(df["operation"] == operation) & (df["layout"] == layout) & df["ms"].notna()]
     rows = rows[~rows["name"].str.startswith("peer ")]
     return rows.groupby("size", sort=False)["ms"].min()
 
 
 def notes(df: pandas.DataFrame) -> pandas.DataFrame:
-    """What did not run, or not whole, and why."""
+    """Table of subjects that did not run or finish, and why."""
     rows = df[df["message"] != ""]
     return rows[["name", "size", "outcome", "message"]].set_index("name")
 
 
 def ratios(df: pandas.DataFrame, results: Sequence[Result]) -> pandas.DataFrame:
-    """By size: keys that a step reads, dense / NSA in keys and in time, and the paper's figure."""
+    """Table by size: keys that a step reads, dense / NSA in keys and time, the paper's ratio."""
     ours, dense = fastest(df, NSA), fastest(df, DENSE)
     found = []
     for result in results:
@@ -94,8 +94,8 @@ def ratios(df: pandas.DataFrame, results: Sequence[Result]) -> pandas.DataFrame:
 
 
 def break_even(df: pandas.DataFrame) -> dict[int, str]:
-    """By batch: from which length on the fastest NSA beats the fastest dense attention, in words,
-    interpolated between those measured; batches with a single length are left out."""
+    """Break-even length by batch at which the fastest NSA beats the fastest dense attention, as
+    text, interpolated between measured ones; batches with a single length are left out."""
     ours, dense = fastest(df, NSA), fastest(df, DENSE)
     found = {}
     for batch, rows in df.drop_duplicates("size").groupby("batch", sort=False):
@@ -114,7 +114,7 @@ def _words(text: str) -> str:
 
 
 def memory(df: pandas.DataFrame) -> pandas.DataFrame:
-    """MiB of one layer's cache, measured, and over what was foretold."""
+    """Table of MiB of one layer's cache: measured, and measured / estimated."""
     rows = df[df["cache_bytes"].notna()].drop_duplicates(["size", "operation", "layout"])
     label = [f"{'dense' if r.operation == DENSE else 'NSA'}, {r.layout}" for r in rows.itertuples()]
     rows = rows.assign(label=label, mib=rows["cache_bytes"] / MIB)
@@ -126,7 +126,7 @@ def memory(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def equal(equals: Sequence[Equal], counted: Counted) -> pandas.DataFrame:
-    """The largest differences to the whole at once, in fp64."""
+    """Table of the largest differences from the whole sequence at once, in fp64."""
     found = [
         {"decoded by": one.what, "layout": one.layout, "calls": one.steps,
          "largest difference": f"{one.difference:.1e}"}
@@ -136,7 +136,7 @@ def equal(equals: Sequence[Equal], counted: Counted) -> pandas.DataFrame:
 
 
 def counters(counted: Counted) -> pandas.DataFrame:
-    """Keys that a small model's counters tell, beside those that the definition's masks show."""
+    """Table of keys by a small model's counters, beside those by the definition's masks."""
     columns = {
         "last step": counted.last_step, "by the masks": counted.masks_last,
         "in all": counted.in_all, "in all by the masks": counted.masks_all,
@@ -145,7 +145,7 @@ def counters(counted: Counted) -> pandas.DataFrame:
 
 
 def facts(cells: Sequence[Cell], equals: Sequence[Equal], counted: Counted) -> list[str]:
-    """Lines that are the same on every machine."""
+    """Machine-independent lines."""
     lines = []
     for cell in cells:
         keys = ", ".join(f"{branch} {cell.keys[branch]:,}" for branch in BRANCHES)

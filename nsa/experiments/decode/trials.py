@@ -1,4 +1,4 @@
-"""Each size in a child process of its own, where all implementations take turns."""
+"""Measure each size in a separate child process, one implementation after another."""
 
 import math
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ MODES = ("eager", "graph")
 
 @dataclass(frozen=True)
 class Result:
-    """What a cell's child found: a row a subject, see `child.measure_cell`."""
+    """Result of a cell's child: a row per subject, see `child.measure_cell`."""
 
     cell: Cell
     rows: list[dict] = field(default_factory=list)
     ceilings: Ceilings = UNKNOWN
 
     def limit_ms(self, operation: str) -> float:
-        """The keys and values of one step over the bandwidth that a copy reaches here."""
+        """Lower bound in ms: bytes of one step's keys and values over a copy's bandwidth here."""
         read = self.cell.bytes_read("dense" if operation == DENSE else "nsa")
         return 1e3 * read / (self.ceilings.copy_tb_s * 1e12)
 
@@ -44,9 +44,9 @@ def measure(
     progress: bool = True,
     **chosen: Any,
 ) -> list[Result]:
-    """A result a cell, in the cells' order; deadlines, workers and GPUs as of `sweep.measure`.
+    """Measure the cells, in order; deadlines, workers and GPUs are as in `sweep.measure`.
 
-    chosen: backends, pages, dense and peers, as of `child.subjects`. A child that gives no result
+    chosen: backends, pages, dense and peers, as in `child.subjects`. A child without a result
     leaves a row for each subject with its outcome, "oom", "error" or "not run", and the reason.
     """
     common = chosen | {"device": device, "threads": threads}
@@ -68,7 +68,7 @@ def measure(
 
 
 def result_of(cell: Cell, ended: Outcome, every: Sequence) -> Result:
-    """What a cell's process left."""
+    """Result of a cell from how its process ended."""
     if ended.status == "ok":
         return Result(cell, ended.result["rows"], Ceilings(**ended.result["ceilings"]))
     status = ended.status if ended.status in ("oom", "not run") else "error"

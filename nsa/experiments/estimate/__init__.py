@@ -1,1 +1,1 @@
-"""Is what a training will hold foretold rightly, before it runs?"""
+"""Accuracy of memory estimates of trainings, made before they run."""

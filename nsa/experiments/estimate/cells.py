@@ -1,4 +1,4 @@
-"""The grid of trainings that are foretold and then run, and the boundaries that are looked for."""
+"""Grid of trainings that are estimated and then run, and the boundaries to search for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ from nsa.lab.training import TrainingSpec, check_fields, longest_tokens
 from nsa.model.config import layer_range
 from nsa.spelling import choice
 
-# The notebook's parameters, and the field of a TrainingSpec that each one varies.
+# Parameters of the notebook, and the field of a TrainingSpec that each one varies.
 FACTORS = {
     "backends": "backend",
     "tokens": "tokens",
@@ -22,7 +22,7 @@ FACTORS = {
     "batches": "batch",
     "precisions": "precision",
 }
-FOUND = ("tokens", "batch")  # what a boundary may be of
+FOUND = ("tokens", "batch")  # fields that a boundary may search
 
 
 def grid(
@@ -32,25 +32,25 @@ def grid(
     cover: str = "all",
     **fixed: Any,
 ) -> list[TrainingSpec]:
-    """The trainings of these FACTORS, those of one backend after each other.
+    """Make the trainings of these FACTORS, grouped by backend.
 
-    cover="all" takes every combination, "triples" so many that every three values of three factors
-    meet, "pairs" every two. `longest` keeps a backend out of longer T, as "sequential:256" does.
-    `fixed` holds the other fields of every cell. ValueError for what could not be run, and for a
-    grid without cells.
+    cover="all" takes every combination, "triples" enough that any values of any three factors
+    occur together, "pairs" of any two. `longest` excludes longer T for a backend, e.g.
+    "sequential:256". `fixed` holds the other fields of every cell. Raises ValueError for what
+    cannot be run, and for a grid without cells.
     """
     choice("cover", cover, STRENGTH)
     factors = {field: list(values[name]) for name, field in FACTORS.items()}
     factors["layers"] = factors["layers"] or [None]  # the preset's own
     most = longest_tokens(longest)
     for text in factors["checkpoint"] if values["layers"] else ():
-        layer_range(text, max(values["layers"]))  # one that fits no depth is a mistake
+        layer_range(text, max(values["layers"]))  # a range that fits no depth is an error
 
     def legal(part: Mapping[str, Any]) -> bool:
         if "tokens" in part and part["tokens"] > most.get(part.get("backend"), part["tokens"]):
             return False
         if part.get("backend") == "flash" and part.get("precision") == "fp32":
-            return False  # it has none
+            return False  # not supported
         if part.get("checkpoint") and part.get("layers"):
             try:
                 layer_range(part["checkpoint"], part["layers"])
@@ -75,7 +75,7 @@ def grid(
 
 @dataclass(frozen=True)
 class Boundary:
-    """The largest `find` of a training, by `spec` but for that, that fits so many GiB of a GPU."""
+    """Search for the largest value of field `find` of `spec` that fits in `gib` GiB of a GPU."""
 
     spec: TrainingSpec
     find: str
@@ -87,8 +87,8 @@ class Boundary:
 
 
 def boundaries(given: Sequence[Mapping[str, Any]], seed: int) -> list[Boundary]:
-    """One for each mapping: fields of a TrainingSpec, `find` and `gib`. ValueError names what is
-    wrong in one of them."""
+    """Make a boundary of each mapping: fields of a TrainingSpec, `find` and `gib`. ValueError
+    describes the error in one of them."""
     found = []
     for one in given:
         if not isinstance(one, Mapping):
@@ -105,14 +105,14 @@ def boundaries(given: Sequence[Mapping[str, Any]], seed: int) -> list[Boundary]:
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for notebook parameters that cannot be run."""
     grid(values, longest=values["longest"], cover=values["cover"])
     boundaries(values["boundaries"], values["seed"])
     gpu_named(values["gpu"])
 
 
 def name_of(cell: Mapping[str, Any] | TrainingSpec) -> str:
-    """A cell in one line, also of a row that has its fields."""
+    """Describe a cell, or a row with its fields, in one line."""
     if not isinstance(cell, TrainingSpec):
         known = {f.name for f in fields(TrainingSpec)}
         cell = TrainingSpec(**{name: cell[name] for name in known & cell.keys()})
@@ -121,5 +121,5 @@ def name_of(cell: Mapping[str, Any] | TrainingSpec) -> str:
 
 
 def gpu_of(machine: str, wanted: str) -> str:
-    """The GPU that is meant by an estimate: the machine's own where it is known, else `wanted`."""
+    """GPU to estimate for: the machine's own if it is known, else `wanted`."""
     return machine if machine in GPUS else wanted

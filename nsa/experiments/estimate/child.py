@@ -1,4 +1,4 @@
-"""What runs in a child process: estimates of cells, real steps of cells, the real boundary."""
+"""Child processes: estimates of cells, real steps of cells, the real boundary."""
 
 import gc
 import time
@@ -18,28 +18,28 @@ GIB = 2**30
 
 
 def foretell(spec: dict[str, Any]) -> dict[str, Any]:
-    """Estimates of {"cells": specs' fields}: {"rows"}, each the Estimate's fields, its "outcome"
-    ("ok", or "refused" with a "message"), and the processor's seconds that it took.
+    """Estimate {"cells": specs' fields}: {"rows"}, each with the Estimate's fields, its "outcome"
+    ("ok", or "refused" with a "message"), and the processor seconds that it took.
 
-    {"gpu": of estimates on "cuda", "deadline_s": for all}.
+    Other keys of spec: {"gpu": for estimates on "cuda", "deadline_s": for all}.
     """
     return _each(spec, lambda cell: _estimated(cell, spec["gpu"]))
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Real steps of {"cells": specs' fields}: {"rows"}, each with "outcome" ("ok", "declined",
+    """Run real steps of {"cells": specs' fields}: {"rows"}, each with "outcome" ("ok", "declined",
     "oom", "error"), bytes "allocated" and "reserved", the peak of each of "phases", "by_category",
-    whether two counts of it agree, and the bytes "before" it in this process.
+    "agrees" (two counts of the peak agree), and the bytes "before" it in this process.
 
-    A cell trains two steps and the second is recorded. Between cells everything is freed, cuBLAS's
-    workspaces and the allocator's cache too, so that each one starts as in a process of its own.
-    {"threads": torch's or None, "deadline_s": for all}.
+    A cell trains two steps; the second is recorded. Between cells everything is freed, including
+    cuBLAS workspaces and the allocator's cache, so that each starts as in a fresh process.
+    Other keys of spec: {"threads": torch's or None, "deadline_s": for all}.
     """
     return _each(spec, lambda cell: _measured(cell, spec["threads"]))
 
 
 def _each(spec: dict[str, Any], function: Any) -> dict[str, Any]:
-    """The row of each cell; those for which no time is left are "not run"."""
+    """Make the row of each cell; cells for which no time is left are "not run"."""
     ends, rows, longest = time.monotonic() + 0.9 * spec["deadline_s"], [], 0.0
     for cell in spec["cells"]:
         started = time.monotonic()
@@ -89,8 +89,8 @@ def _measured(cell: TrainingSpec, threads: int | None) -> dict[str, Any]:
 
 
 def _fresh(device: str) -> int:
-    """Frees what the last cell left, as at a process's start; the bytes that are held all the
-    same."""
+    """Free what the last cell left, as at the start of a process; return the bytes that are still
+    held."""
     gc.collect()
     if device != "cuda":
         return 0
@@ -102,19 +102,19 @@ def _fresh(device: str) -> int:
 
 
 def foretell_boundary(spec: dict[str, Any]) -> dict[str, Any]:
-    """{"foretold": the largest of {"find"} of {"cell"} that is foretold to fit "gib" GiB of a
-    "gpu", "foretold_not": the least that is foretold not to, or None}."""
+    """Return {"foretold": the largest value of {"find"} of {"cell"} estimated to fit "gib" GiB of a
+    "gpu", "foretold_not": the smallest estimated not to fit, or None}."""
     cell = TrainingSpec.from_dict(spec["cell"])
     found = largest(cell, spec["find"], spec["gib"], gpu=spec["gpu"])
     return {"foretold": found.fits, "foretold_not": found.does_not}
 
 
 def boundary(spec: dict[str, Any]) -> dict[str, Any]:
-    """The largest of `values` with which two real steps fit `gib` GiB of the GPU, by bisection.
+    """Find the largest of `values` for which two real steps fit `gib` GiB of the GPU, by bisection.
 
-    {"cell": a spec's fields, "find": the one of them that `values` are of, "gib", "context": bytes
-    of them that CUDA itself takes}. {"fits", "does_not": None where all do or none does,
-    "monotone", "tried"}. A value that ended otherwise than well or out of memory is passed over.
+    spec: {"cell": a spec's fields, "find": the field that `values` set, "gib", "context": bytes of
+    them that CUDA itself uses}. Returns {"fits", "does_not": None if all or none fit, "monotone",
+    "tried"}. A value that neither succeeded nor ran out of memory is skipped.
     """
     cell, find = TrainingSpec.from_dict(spec["cell"]), spec["find"]
     total = torch.cuda.get_device_properties(0).total_memory

@@ -1,4 +1,4 @@
-"""The sentences of the notebook on estimates, each decided by rows and never by hand."""
+"""Claims of the notebook on estimates, each decided by rows and never by hand."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from nsa.workbook.claim import ANSWERS, Claim, aim_of
 ALLOCATED = {True: 0.05, False: 0.01}  # the aim on a GPU, and on a CPU
 RESERVED = 0.1
 BOUNDARY = 0.05
-SECONDS = 3.0  # of a processor, for an estimate
+SECONDS = 3.0  # processor seconds per estimate
 
 
 def all_claims(
@@ -24,7 +24,7 @@ def all_claims(
     study: Sequence[dict],
     recalled: Sequence[dict],
 ) -> list[Claim]:
-    """Every claim. Rows of trials.find_boundaries, of the case study's loop, of trials.recall."""
+    """All claims, from rows of trials.find_boundaries, the case study's loop, and trials.recall."""
     return [
         peak_is_foretold(df),
         *(phase_is_foretold(df, phase) for phase in PHASES),
@@ -40,20 +40,20 @@ def all_claims(
 
 
 def peak_is_foretold(df: pandas.DataFrame) -> Claim:
-    """Every cell, the worst of them: no mean hides it."""
+    """Claim that estimated peaks are right in every cell; the worst decides, not the mean."""
     both = table.compared(df)
     return _within(both, table.STEP, "the peak of every cell is foretold", ALLOCATED[_gpu(both)])
 
 
 def phase_is_foretold(df: pandas.DataFrame, phase: str) -> Claim:
-    """A phase's own peak, whether or not the step's is in it."""
+    """Claim that a phase's own estimated peak is right, even if the step's peak is elsewhere."""
     both = table.compared(df)
     sentence = f"the {phase}'s own peak is foretold in every cell"
     return _within(both, phase, sentence, ALLOCATED[_gpu(both)])
 
 
 def reserved_is_foretold(df: pandas.DataFrame) -> Claim:
-    """What the allocator takes from the device for it."""
+    """Claim that the estimate of memory reserved by the allocator on the device is right."""
     both, sentence = table.compared(df), "what the allocator reserves is foretold in every cell"
     if len(both) and not _gpu(both):
         return Claim.not_here(sentence, "a CPU's allocator reserves nothing")
@@ -79,7 +79,7 @@ def _within(both: pandas.DataFrame, what: str, sentence: str, aim: float) -> Cla
 
 
 def _lost(both: pandas.DataFrame, column: str = "error") -> list[str]:
-    """The cells that lack a number, but for those that do not run."""
+    """Cells that lack a number, except those that do not run."""
     return metrics.unmeasured(both.assign(median=both[column]), ["cell"], ["what"])
 
 
@@ -88,7 +88,7 @@ def _gpu(both: pandas.DataFrame) -> bool:
 
 
 def phase_of_the_peak_is_foretold(df: pandas.DataFrame) -> Claim:
-    """The phase that is named holds, as measured, the step's peak, to the aim of a peak."""
+    """Claim that the estimated peak phase has the step's measured peak, within a peak's aim."""
     both = table.compared(df)
     aim, short = ALLOCATED[_gpu(both)], {}
     whole = both[both["what"].isin(PHASES) & both["error"].notna()]
@@ -106,7 +106,7 @@ def phase_of_the_peak_is_foretold(df: pandas.DataFrame) -> Claim:
 
 
 def what_does_not_fit_is_foretold(df: pandas.DataFrame) -> Claim:
-    """A cell that ran out of memory is foretold to hold more than any cell that did not."""
+    """Claim that estimates of cells that ran out of memory exceed the peak of any that did not."""
     both, sentence = table.compared(df), "a cell that ran out of memory was foretold to"
     steps = both[both["what"] == table.STEP]
     out = steps[steps["outcome"] == "oom"].dropna(subset="foretold")
@@ -123,8 +123,8 @@ def what_does_not_fit_is_foretold(df: pandas.DataFrame) -> Claim:
 
 
 def nothing_is_left_out(df: pandas.DataFrame) -> Claim:
-    """A cell that ran well has an estimate: an estimator that refuses what is hard would look
-    good."""
+    """Claim that every cell that ran has an estimate; an estimator that refuses hard cells would
+    look too good."""
     both = table.compared(df)
     ran = both[(both["what"] == table.STEP) & (both["outcome"] == "ok")]
     sentence = "every cell that ran was foretold"
@@ -139,8 +139,8 @@ def nothing_is_left_out(df: pandas.DataFrame) -> Claim:
 
 
 def estimates_are_quick(df: pandas.DataFrame) -> Claim:
-    """Seconds of a processor, which others on the machine do not lengthen as they do a clock's.
-    `sequential`, which calls hundreds of operators a token, takes longer and is left out."""
+    """Claim that estimates are fast, in processor seconds, which other load affects less.
+    `sequential`, which calls hundreds of operators per token, takes longer and is left out."""
     cells = df[(df["x_name"] == "tokens") & (df["backend"] != "sequential")]
     configs = metrics.configs(cells)
     cells = cells.assign(cell=list(map(name_of, configs)), outcome="ok")
@@ -156,7 +156,7 @@ def estimates_are_quick(df: pandas.DataFrame) -> Claim:
 
 
 def committed_peaks_are_foretold(rows: Sequence[dict]) -> Claim:
-    """Measured by earlier runs, on an H200, none of them with an estimate in mind."""
+    """Claim that peaks of earlier H200 runs, made without estimates in mind, are estimated well."""
     aim = ALLOCATED[True]
     sentence = f"peaks that committed runs measured on an H200 are foretold, to {aim:.0%}"
     if not rows:
@@ -173,7 +173,7 @@ def committed_peaks_are_foretold(rows: Sequence[dict]) -> Claim:
 
 
 def nearer_than_the_case_study(study: Sequence[dict]) -> Claim:
-    """Both against what the case study measured; ours is of its loop, rebuilt."""
+    """Claim that our estimate of the case study's rebuilt loop beats its own, by its figures."""
     errors = {}
     for row in study:
         reported = case_study.MEMORY_MIB[row["tokens"]]
@@ -190,7 +190,7 @@ def nearer_than_the_case_study(study: Sequence[dict]) -> Claim:
 
 
 def boundary_is_foretold(rows: Sequence[dict]) -> Claim:
-    """The largest that is foretold to fit, against the bracket that real steps found."""
+    """Claim that the largest value estimated to fit agrees with the bracket of real steps."""
     sentence = f"the largest T and batch that fit are foretold, to {BOUNDARY:.0%}"
     if not rows:
         return Claim.not_here(sentence, "this run was not to look for one")

@@ -1,4 +1,4 @@
-"""What is foretold beside what committed runs measured on a GPU, cell by cell."""
+"""Estimates compared with measurements of committed runs on a GPU, cell by cell."""
 
 import csv
 import json
@@ -22,10 +22,10 @@ from nsa.lab.training import TrainingSpec
 from nsa.model.dense_attention import sdpa
 
 MIB = 2**20
-# Runs, and what of them today's program would still allocate. Until 2026-11-27 our kernels kept
-# less of bf16, see `kept_since`. Until 2026-11-23 gather took smaller
+# Runs, and the parts that today's program would still allocate. Until 2026-11-27 our kernels kept
+# less for bf16, see `kept_since`. Until 2026-11-23 gather took smaller
 # chunks and the selected branch's kernels were others; until 2026-11-21, at noon, AdamW was not
-# fused, whose temporaries made the optimizer's phase the highest of many steps.
+# fused, and its temporaries made the optimizer's phase the highest of many steps.
 RUNS = {
     "2026-11-21/01_memory_scaling-28623959": {
         "modes": ("forward", "backward"), "backends": ("masked", "sdpa", "packed", "flex"),
@@ -40,10 +40,10 @@ RUNS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One peak that a run measured."""
+    """One peak measured by a run."""
 
     spec: TrainingSpec
-    mode: str  # the phase whose peak it is; "step": the highest of them
+    mode: str  # the phase of the peak; "step": the highest of them
     mib: float
     run: str
 
@@ -54,8 +54,8 @@ class Cell:
 
 
 def cells(root: Path) -> Iterator[Cell]:
-    """The peaks in the runs' folders below `root` that one rank measured on an H200, of programs
-    that run as they are written and have no shapes that depend on data."""
+    """Yield the peaks in the runs' folders below `root` that one rank measured on an H200, of eager
+    programs without data-dependent shapes."""
     for run, only in RUNS.items():
         with (root / run / "metrics.csv").open() as lines:
             for row in csv.DictReader(lines):
@@ -82,17 +82,17 @@ def _spec(row: dict[str, str]) -> TrainingSpec | None:
 
 
 def kept_since(layers: int, tokens: int, heads: int, value_dim: int, units: int = 1) -> float:
-    """MiB that a step of `triton` in bf16 holds at its peak beyond runs from before 2026-11-27.
+    """Additional MiB at the peak of a `triton` step in bf16, over runs before 2026-11-27.
 
-    A layer's output has 8 bits more a number (`common.rest_of`), and each of `units` intermediate
-    outputs an fp32 number a row (`common.fixed_point`).
+    A layer's output has 8 more bits per number (`common.rest_of`), and each of `units`
+    intermediate outputs an fp32 number per row (`common.fixed_point`).
     """
     return layers * tokens * heads * (value_dim + 4 * units) / MIB
 
 
 @dataclass(frozen=True)
 class Call:
-    """The peaks of one attention call, beyond its inputs and results."""
+    """Peaks of one attention call, beyond its inputs and results."""
 
     shape: Shape
     backend: str  # of nsa_attention; "dense-flash" and the like: a kernel of plain attention
@@ -103,13 +103,13 @@ class Call:
         return f"{self.backend} {self.shape}"
 
 
-# Calls in the runs of notebook 02: gather and flash ran otherwise then.
+# Calls in the runs of notebook 02: gather and flash were different programs then.
 CALLS = ("2026-11-23/02_backend_comparison-ca3bca9d", "2026-11-24/02_backend_comparison-1cabf1ae")
 CALLED = ("triton", "masked", "sdpa", "packed", "flex", "dense-flash", "dense-cudnn", "dense-fa4")
 
 
 def calls(root: Path) -> Iterator[Call]:
-    """The attention calls of which both peaks were measured."""
+    """Yield the attention calls with both peaks measured."""
     for run in CALLS:
         found: dict[tuple[str, Shape], dict[str, float]] = defaultdict(dict)
         with (root / run / "metrics.csv").open() as lines:
@@ -131,7 +131,7 @@ def _shape(row: dict[str, str]) -> Shape:
 
 
 def called(backend: str, shape: Shape, gpu: str = "NVIDIA H200") -> tuple[float, float]:
-    """MiB at the peaks of the forward and the backward, beyond inputs and results."""
+    """Estimate MiB at the peaks of forward and backward, beyond inputs and results."""
     with pretended(gpu_named(gpu), flash=True), Tracker("cuda") as tracker:
 
         def made(heads: int, dim: int) -> Tensor:
@@ -161,7 +161,7 @@ def called(backend: str, shape: Shape, gpu: str = "NVIDIA H200") -> tuple[float,
 
 
 def errors(chosen: list[Cell]) -> dict[str, float]:
-    """(foretold - measured) / measured of each cell; a spec is traced once."""
+    """Relative error (estimate - measured) / measured of each cell; a spec is traced once."""
     known: dict[str, Estimate] = {}
     found = {}
     for cell in chosen:

@@ -1,4 +1,4 @@
-"""The figures of the notebook on estimates, in the looks of all others."""
+"""Figures of the notebook on estimates, in the common style."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ WHAT = {"step": "peak allocated", "reserved": "peak reserved"}
 
 
 def against(df, *, note: str = ""):
-    """Foretold against measured MiB on log axes, a dot a cell in its backend's colour, with the
-    band of the aim. Cells without a measurement stand at the right edge, red: foretold, not run to
-    the end. A panel for what is allocated, and one for what is reserved where there is any."""
+    """Plot estimated against measured MiB on log axes, a dot per cell in its backend's colour, with
+    the band of the aim. Cells without a measurement are red at the right edge: estimated, but not
+    run to the end. One panel is for allocated and one for reserved memory, if any."""
     both = table.compared(df)
     shown = [what for what in WHAT if both.loc[both["what"] == what, "foretold"].notna().any()]
     if not shown:
@@ -44,7 +44,7 @@ def against(df, *, note: str = ""):
 
 
 def _not_measured(axes, rows) -> None:
-    """Crosses at the right edge, at what was foretold, each outcome named once."""
+    """Draw crosses at the right edge, at the estimate, labelling each outcome once."""
     lost = rows[rows["measured"].isna() & rows["foretold"].notna()]
     if not len(lost):
         return
@@ -57,8 +57,8 @@ def _not_measured(axes, rows) -> None:
 
 
 def errors(df, *, note: str = ""):
-    """The signed error of each cell against T, a panel a backend, coloured by number of layers,
-    open where a layer is recomputed; the band is the aim."""
+    """Plot the signed error of each cell against T, a panel per backend, coloured by number of
+    layers, with open markers for checkpointing; the band is the aim."""
     both = table.compared(df)
     rows = both[(both["what"] == "step") & both["error"].notna()]
     if not len(rows):
@@ -91,8 +91,8 @@ def _layers(number: int | None) -> str:
 
 
 def boundaries(rows: Sequence[dict], *, note: str = ""):
-    """Each boundary on an axis of its own foretold value: the real bracket as a bar, the values
-    that fitted and that did not as dots, the foretold one as a line, the aim as a band."""
+    """Plot each boundary relative to its estimate: the real bracket as a bar, the values that
+    fitted and that did not as markers, the estimate as a line, the aim as a band."""
     found = [row for row in rows if row.get("tried")]
     if not found:
         said = (row["message"] for row in rows if row.get("message"))

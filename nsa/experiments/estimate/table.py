@@ -1,4 +1,4 @@
-"""What was foretold beside what was measured, as tables. Draws nothing."""
+"""Tables of estimates beside measurements. Draws nothing."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ _OF_A_CELL = ("outcome", "estimated", "how", "refusal", "message", "calibrated",
 
 
 def compared(df: pandas.DataFrame) -> pandas.DataFrame:
-    """A row a cell and `what` ("step", a phase, or "reserved"): MiB `foretold` and `measured`, the
-    signed `error` of the first over the second, and the cell; NaN where either is not there. Of a
-    cell that was measured twice the last counts."""
+    """Table, a row per cell and `what` ("step", a phase, or "reserved"): MiB `foretold` and
+    `measured`, the signed relative `error`, and the cell; NaN if either is missing. For a cell
+    measured twice, the last counts."""
     found: dict[tuple, dict] = {}
     rows = df[df["x_name"] == "tokens"]
     for row, config in zip(rows.itertuples(), metrics.configs(rows), strict=True):
@@ -42,8 +42,8 @@ _COLUMNS = [
 
 
 def errors(df: pandas.DataFrame) -> pandas.DataFrame:
-    """A line a cell: MiB foretold and measured at the peak, the signed errors of the step, of each
-    phase and of what is reserved, and how it was foretold. What did not end well says how."""
+    """Table, a row per cell: MiB estimated and measured at the peak, the signed errors of the step,
+    each phase and reserved memory, and the method. Failures show their outcome."""
     both, lines = compared(df), []
     for cell, rows in both.groupby("cell", sort=False):
         step = rows[rows["what"] == STEP].iloc[0]
@@ -66,13 +66,13 @@ def _percent(errors: Sequence[float]) -> str:
 
 
 def signed(error: float) -> str:
-    """A share as "+1.23%"; what rounds to nothing has no minus."""
+    """Format a fraction as "+1.23%"; what rounds to zero has no minus sign."""
     return f"{round(error, 4) + 0.0:+.2%}"
 
 
 def worst(df: pandas.DataFrame, by: str = "backend") -> pandas.DataFrame:
-    """A line for each value of `by`: cells compared, the most that was foretold too little and too
-    much, and the mean, of the peak of a step and of what is reserved."""
+    """Table, a row per value of `by`: cells compared, the lowest, mean and highest error of a
+    step's peak and of reserved memory."""
     both, lines = compared(df), {}
     for value, rows in both.groupby(by, sort=False):
         line = {}
@@ -88,7 +88,7 @@ def worst(df: pandas.DataFrame, by: str = "backend") -> pandas.DataFrame:
 
 
 def recalled(rows: Sequence[dict]) -> pandas.DataFrame:
-    """A line a backend of committed peaks: how many were foretold, and the furthest either way."""
+    """Table, a row per backend: number of committed peaks and estimates, and extreme errors."""
     frame, lines = pandas.DataFrame(rows), {}
     for backend, same in frame.groupby("backend", sort=False) if len(frame) else ():
         known = same["error"].dropna()
@@ -100,15 +100,15 @@ def recalled(rows: Sequence[dict]) -> pandas.DataFrame:
 
 
 def not_compared(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Cells of which either side is not there, and why."""
+    """Table of cells without an estimate or a measurement, and why."""
     both = compared(df)
     rows = both[(both["what"] == STEP) & both["error"].isna()]
     return rows[["cell", "estimated", "refusal", "outcome", "message"]].set_index("cell")
 
 
 def beside_the_case_study(ours: Sequence[dict]) -> pandas.DataFrame:
-    """The rows of the case study's memory table for which it published an estimate: what it
-    measured and foretold, and what `ours` ({"tokens", "mib", "how"}) foretells of its loop."""
+    """Table of the case study's memory figures for which it published an estimate: its measurement
+    and estimate, and `ours` ({"tokens", "mib", "how"}), our estimate of its loop."""
     told, lines = {row["tokens"]: row for row in ours}, {}
     for tokens, estimate in case_study.PUBLISHED_ESTIMATE_MB.items():
         reported, row = case_study.MEMORY_MIB[tokens], told.get(tokens)
@@ -125,7 +125,7 @@ def beside_the_case_study(ours: Sequence[dict]) -> pandas.DataFrame:
 
 
 def boundaries(rows: Sequence[dict]) -> pandas.DataFrame:
-    """A line a boundary: what is foretold to fit, what real steps found, and how far apart."""
+    """Table, a row per boundary: the estimate, the bracket of real steps, and the difference."""
     lines = {}
     for row in rows:
         found = boundary_error(row)
@@ -139,7 +139,7 @@ def boundaries(rows: Sequence[dict]) -> pandas.DataFrame:
 
 
 def boundary_error(row: dict) -> float:
-    """How far a foretold boundary is beyond the real bracket, signed; 0 inside of it, NaN where
+    """Signed relative distance of an estimated boundary from the real bracket; 0 inside it, NaN if
     there is no such bracket."""
     low, high, ours = row.get("fits"), row.get("does_not"), row.get("foretold")
     if low is None or high is None or ours is None or not row.get("monotone"):
@@ -150,8 +150,8 @@ def boundary_error(row: dict) -> float:
 
 
 def facts(df: pandas.DataFrame) -> list[str]:
-    """Lines that are the same on every machine: how cells were foretold and ended, how many hold
-    what was foretold."""
+    """Machine-independent lines: outcomes of estimates and runs of cells, and how many cells match
+    their estimate."""
     both = compared(df)
     steps = both[both["what"] == STEP]
     counts = steps.groupby(["backend", "estimated", "outcome"], sort=False).size()

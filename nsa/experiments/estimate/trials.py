@@ -1,4 +1,4 @@
-"""Cells are foretold first and run afterwards, both in supervised child processes."""
+"""Estimate cells first and run them afterwards, both in supervised child processes."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,19 +18,19 @@ CHILD = "nsa.experiments.estimate.child"
 MIB = 2**20
 UNSEEN = {"CUDA_VISIBLE_DEVICES": ""}
 PHASES = ("forward", "backward", "optimizer")
-OURS, THEIRS = "predicted", "peak"  # how metrics of estimates and of real steps begin
-NEAR, STEP = 0.1, 0.005  # shares of a foretold boundary: how far it is looked for, and how finely
+OURS, THEIRS = "predicted", "peak"  # prefixes of metrics of estimates and of real steps
+NEAR, STEP = 0.1, 0.005  # fractions of an estimated boundary: range and resolution of the search
 
 
 def foretell(cells: Sequence[TrainingSpec], *, gpu: str, **options: Any) -> list[dict]:
-    """The estimate of each cell, made before anything runs, by processes that see no GPU: see
+    """Estimate each cell before anything runs, in processes that see no GPU: see
     `child.foretell` and `_swept`."""
     return _swept("foretell", cells, {"gpu": gpu}, _told_estimate, env=UNSEEN, **options)
 
 
 def measure(cells: Sequence[TrainingSpec], *, threads: int | None, **options: Any) -> list[dict]:
-    """What a real step of each cell held: see `child.measure` and `_swept`. A cell that ran out of
-    memory beside others is run again alone."""
+    """Measure the memory of a real step of each cell: see `child.measure` and `_swept`. A cell that
+    ran out of memory beside others is rerun alone."""
     return _swept("measure", cells, {"threads": threads}, _told, **options)
 
 
@@ -47,10 +47,10 @@ def _swept(
     env: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> list[dict]:
-    """A row a cell, in their order. `together` cells of one backend share a child process; where
-    that does not end well, or leaves no time for one, each of them gets a process of its own.
+    """Sweep the cells; return a row each, in order. `together` cells of one backend share a child
+    process; if it fails, or leaves no time for a cell, these cells run in separate processes.
 
-    deadline_s: for one cell. The rest is as of `sweep.measure`.
+    deadline_s: for one cell. The rest is as in `sweep.measure`.
     """
     rows: dict[int, dict] = {}
 
@@ -89,7 +89,7 @@ def _rows(ended: Outcome, count: int) -> list[dict]:
 
 
 def _again(row: dict, together: int) -> bool:
-    """Whether it may be the others' doing how this cell ended."""
+    """Return True if other cells may have caused this cell's outcome."""
     lost = row.get("lost") or row["outcome"] == "not run"
     return (together > 1 and lost) or (row["outcome"] == "oom" and not row["alone"])
 
@@ -109,9 +109,9 @@ def _told_estimate(row: dict) -> str:
 
 
 def recall(runs: Path, count: int, **options: Any) -> list[dict]:
-    """Peaks that committed runs measured on an H200, and what is foretold of them: `count` of their
-    trainings, from the shortest T to the longest. A row a peak: {"run", "cell", "backend", "mode",
-    "measured", "foretold", "error"}, MiB; none where the runs are not there."""
+    """Estimate peaks that committed runs measured on an H200, for `count` of their trainings, from
+    the shortest T to the longest. A row per peak: {"run", "cell", "backend", "mode", "measured",
+    "foretold", "error"}, in MiB; no rows if the runs are missing."""
     if not all((runs / run / "metrics.csv").is_file() for run in committed.RUNS):
         return []
     peaks: dict[str, list[committed.Cell]] = {}
@@ -136,11 +136,11 @@ def recall(runs: Path, count: int, **options: Any) -> list[dict]:
 def to_metrics(
     cells: Iterable[TrainingSpec], foretold: Iterable[dict], measured: Iterable[dict]
 ) -> list[dict]:
-    """Rows of metrics.csv, of each cell in both ways: "predicted_memory" beside "peak_memory" (mode
-    step, forward, backward, optimizer), "predicted_reserved" beside "peak_reserved", MiB, and
-    "estimate_time" in seconds of the processor. What is not there is NaN.
+    """Rows of metrics.csv for the estimate and the measurement of each cell: "predicted_memory" and
+    "peak_memory" (mode step, forward, backward, optimizer), "predicted_reserved" and
+    "peak_reserved", in MiB, and "estimate_time" in processor seconds. Missing values are NaN.
 
-    `config` is the cell, `outcome` of its real step, and of its estimate `estimated` and
+    `config` has the cell, the `outcome` of its real step, and of its estimate `estimated` and
     `refusal`, `how`, `calibrated`, `uncertainty`, the `unknown` operators and the phase.
     """
     found = []
@@ -172,8 +172,8 @@ def to_metrics(
 def find_boundaries(
     wanted: Sequence[Boundary], *, gpu: str, on_gpu: bool, deadline_s: float, folder: Path
 ) -> list[dict]:
-    """A row a boundary: what is foretold, and where `on_gpu` what real steps found, by bisection
-    up to NEAR beyond the foretold one on either side; a child process each."""
+    """Estimate each boundary and, if `on_gpu`, find it with real steps, by bisection within NEAR of
+    the estimate on either side; one child process and one row each."""
     rows = [{"boundary": str(one), "find": one.find, "gib": one.gib, "gpu": gpu} for one in wanted]
 
     def swept(function: str, numbers: list[int], said: Callable[[dict], str], **more: Any) -> None:
@@ -205,7 +205,7 @@ def find_boundaries(
 
 
 def values_near(foretold: int) -> list[int]:
-    """Numbers around a foretold one, NEAR of it to either side and STEP of it apart."""
+    """Values around an estimate, up to the fraction NEAR to either side, in steps of STEP of it."""
     step = max(1, round(STEP * foretold))
     reach = max(2, round(NEAR * foretold / step))
     return [v for n in range(-reach, reach + 1) if (v := foretold + n * step) > 0]

@@ -1,1 +1,1 @@
-"""The notebook to play with: what a query sees, and what runs found."""
+"""Interactive notebook: what a query sees, and what runs found."""

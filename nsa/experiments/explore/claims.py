@@ -1,4 +1,4 @@
-"""What the pictures show, held against the formulas for every query that is drawn."""
+"""Check the pictures against the formulas for every query that is drawn."""
 
 from nsa.blocks import count_compressed
 from nsa.experiments.explore import panels
@@ -8,8 +8,8 @@ from nsa.workbook.live import Panel
 
 
 def facts(definition: Panel) -> list[tuple[str, bool]]:
-    """Sentences about the panel's first picture, each with whether it holds. The formulas are
-    written out here; the picture is the reference's."""
+    """Statements about the panel's first picture, each with its truth value. The formulas are
+    written out here; the picture comes from the reference."""
     example = panels.example_of(definition.start)
     config, rows = example.config, example.rows.tolist()
     size, each = config.select_block, {branch: example.sees[branch] for branch in BRANCHES}
@@ -43,13 +43,13 @@ def facts(definition: Panel) -> list[tuple[str, bool]]:
 
 
 def _covered(query: int, config) -> int:
-    """The first token that no compressed key seen by the query stands for."""
+    """First token not covered by any compressed key that the query sees."""
     count = count_compressed(query + 1, config)
     return (count - 1) * config.compress_stride + config.compress_block if count else 0
 
 
 def all_claims(definition: Panel) -> list[Claim]:
-    """That the pictures are what the formulas say."""
+    """Claim that the pictures match the formulas."""
     found = facts(definition)
     broken = [sentence for sentence, holds in found if not holds]
     example: Example = panels.example_of(definition.start)

@@ -1,7 +1,7 @@
-"""One drawn example: what each query sees, selects and weighs, quick enough to follow a slider.
+"""One drawn example: what each query sees, selects and weighs, fast enough to follow a slider.
 
-Everything is asked of `nsa.reference` and the lab's drawn inputs, at as many queries as a picture
-has dots for; a query's own weights are exact at any T.
+Everything comes from `nsa.reference` and the lab's drawn inputs, at as many queries as a picture
+can resolve; a query's own weights are exact at any T.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,16 +20,16 @@ from nsa.reference.nsa import BRANCHES, compressed_visible, window_visible
 from nsa.reference.select import selected_tokens
 
 DOTS = 256  # queries, and tokens, that a picture shows of a long sequence
-NEIGHBOURS = 8  # queries in a row whose selections are held beside each other
-TILES = 16  # such rows, spread over the sequence
-MOST_TOKENS = 8192  # what a movement of a slider leaves time for
+NEIGHBOURS = 8  # consecutive queries whose selections are compared
+TILES = 16  # such groups, spread over the sequence
+MOST_TOKENS = 8192  # limit for updates while a slider moves
 MOST_HEADS = 64
-OUTPUTS, HEADS = 24, 4  # queries, and heads of the group, whose outputs are made
+OUTPUTS, HEADS = 24, 4  # queries, and heads of the group, whose outputs are computed
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is looked at: G query heads that share one KV head, fp32, phi a mean.
+    """Settings of an example: G query heads that share one KV head, fp32, phi a mean.
 
     ValueError for sizes below 1, an unknown kind of queries, more than MOST_TOKENS or MOST_HEADS.
     """
@@ -42,7 +42,7 @@ class Choice:
     config: NSAConfig = field(default_factory=NSAConfig)
 
     def __post_init__(self) -> None:
-        self.shape  # noqa: B018 - it refuses what it cannot be
+        self.shape  # noqa: B018 - it raises for invalid sizes
         for name, most in (("tokens", MOST_TOKENS), ("group", MOST_HEADS)):
             if getattr(self, name) > most:
                 raise ValueError(
@@ -52,7 +52,7 @@ class Choice:
 
     @property
     def shape(self) -> Shape:
-        """As the lab draws it."""
+        """Shape from which the lab draws inputs."""
         sizes = {"heads": self.group, "kv_heads": 1, "dim": self.dim, "value_dim": self.dim}
         kind = {"dtype": "fp32", "queries": self.queries, "seed": self.seed}
         return Shape(self.tokens, **sizes, **kind, config=self.config)
@@ -66,9 +66,9 @@ def _drawn(shape: Shape) -> Drawn:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one query sees: `weights` {branch: [t + 1]}, each token's share of that branch's output,
-    a mean over the group's heads (zeros where it sees none); `blocks` selected, ascending;
-    `importance` [NB] of Eq. 10, from 0 to G; `forced` of the blocks."""
+    """View of one query: `weights` {branch: [t + 1]}, each token's share of that branch's output,
+    a mean over the group's heads (zeros if it sees none); `blocks` selected, ascending;
+    `importance` [NB] of Eq. 10, from 0 to G; `forced`, the forced blocks."""
 
     query: int
     weights: dict[str, Tensor]
@@ -78,34 +78,34 @@ class Seen:
 
 
 class Example:
-    """One choice, drawn. Parts are made when a picture first asks for them, and kept."""
+    """Drawn example of a choice. Parts are computed on first use and cached."""
 
     def __init__(self, choice: Choice):
         self.choice, self.config = choice, choice.config
         dots = min(choice.tokens, DOTS)
         self.rows = ((torch.arange(dots) + 0.5) * choice.tokens / dots).long()  # [R]
-        # sizes of blocks change nothing of what is drawn
+        # block sizes do not affect the drawn inputs
         drawn = _drawn(replace(choice.shape, config=NSAConfig()))
         self.q, self.k, self.v = (x.detach() for x in (drawn.q, drawn.k, drawn.v))
 
     @cached_property
     def k_cmp(self) -> Tensor:
-        """[1, C, 1, D]."""
+        """Compressed keys [1, C, 1, D]."""
         return compress_keys(self.k, Phi(), self.config)
 
     def selection(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """importance [R, NB] and blocks [R, n] of the queries at these positions."""
+        """Compute importance [R, NB] and blocks [R, n] of the queries at these positions."""
         scores = importance_at(self.q[:, rows], self.k_cmp, rows, self.choice.tokens, self.config)
         return scores[0, :, 0], select_at(scores, rows, self.config)[0, :, 0]
 
     @cached_property
     def selected(self) -> tuple[Tensor, Tensor]:
-        """importance [R, NB] and blocks [R, n] of the queries that are shown."""
+        """Importance [R, NB] and blocks [R, n] of the queries that are shown."""
         return self.selection(self.rows)
 
     @cached_property
     def sees(self) -> dict[str, Tensor]:
-        """{branch: bool [R, R]}: which tokens (columns) each query (rows) gets anything from."""
+        """Masks {branch: bool [R, R]} of tokens (columns) that contribute to each query (rows)."""
         rows, tokens, span = self.rows, self.choice.tokens, compressed_span(self.config)
         starts = torch.arange(self.k_cmp.shape[1])[:, None] * span.stride
         covers = (rows >= starts) & (rows < starts + span.length)  # [C, R]
@@ -118,7 +118,7 @@ class Example:
         }
 
     def at(self, query: int) -> Seen:
-        """What the query at this position sees. ValueError for one outside 0..T-1."""
+        """Return what the query at this position sees. ValueError outside 0..T-1."""
         if not 0 <= query < self.choice.tokens:
             raise ValueError(f"query={query} must be in 0..{self.choice.tokens - 1}")
         config, position = self.config, torch.tensor([query])
@@ -142,7 +142,7 @@ class Example:
 
     @cached_property
     def distinct(self) -> float:
-        """Distinct blocks that NEIGHBOURS queries in a row select between them, on average."""
+        """Mean number of distinct blocks that NEIGHBOURS consecutive queries select."""
         whole = self.choice.tokens // NEIGHBOURS
         if not whole:
             return float("nan")
@@ -152,7 +152,7 @@ class Example:
 
     @cached_property
     def output_norms(self) -> tuple[Tensor, Tensor]:
-        """Positions [S], and the mean norm of a head's output in each branch [S, 3] there."""
+        """Positions [S], and the mean norm [S, 3] of a head's output in each branch there."""
         rows = self.rows[:: -(-len(self.rows) // OUTPUTS)]
         config, tokens = self.config, self.choice.tokens
         blocks, q = self.selection(rows)[1], self.q[:, rows, :HEADS]
@@ -172,14 +172,14 @@ class Example:
 
 
 def forced_blocks(query: int, config: NSAConfig) -> list[int]:
-    """Those that a query selects whatever they score."""
+    """Blocks that a query selects regardless of their scores."""
     own = query // config.select_block
     first = range(min(config.select_initial, own + 1))
     return sorted({*first, *range(max(0, own - config.select_local + 1), own + 1)})
 
 
 def _spread(weights: Tensor, tokens: int, config: NSAConfig) -> Tensor:
-    """[tokens]: each compressed key's weight, shared evenly by the tokens it is the mean of."""
+    """Weights [tokens]: each compressed key's weight, divided evenly among its tokens."""
     seen = count_compressed(tokens, config)
     starts = torch.arange(seen) * config.compress_stride
     share = weights[:seen] / config.compress_block
@@ -190,7 +190,7 @@ def _spread(weights: Tensor, tokens: int, config: NSAConfig) -> Tensor:
 
 
 def keys_seen(choice: Choice, query: int) -> dict[str, int]:
-    """Keys that a query sees in each branch, as the sizes alone say, and in dense attention."""
+    """Number of keys that a query sees in each branch, from sizes alone, and in dense attention."""
     config = choice.config
     ranges = {"cmp": compressed_span(config), "win": window_span(config)}
     found = {name: span.seen(query)[1] - span.seen(query)[0] for name, span in ranges.items()}
@@ -200,7 +200,7 @@ def keys_seen(choice: Choice, query: int) -> dict[str, int]:
 
 
 def sentences(example: Example, query: int) -> list[str]:
-    """What the pictures show, in words; the same on every machine."""
+    """Describe the pictures in words; the same on every machine."""
     choice, config = example.choice, example.config
     seen = keys_seen(choice, query)
     sparse = seen["cmp"] + seen["slc"] + seen["win"]

@@ -1,4 +1,4 @@
-"""How much of each branch a model takes: of first weights, or of weights that were trained."""
+"""Gates by branch of a model, with initial or trained weights."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,21 +17,21 @@ TOKENS = 256  # of text that the model reads
 
 @dataclass(frozen=True)
 class Gates:
-    """Means over TOKENS bytes of text: gates [L, HQ, 3] of each layer and head, from 0 to 1."""
+    """Mean gates [L, HQ, 3] of each layer and head over TOKENS bytes of text, from 0 to 1."""
 
     name: str
     means: Tensor
 
     @property
     def shares(self) -> Tensor:
-        """[L, HQ, 3], adding up to 1."""
+        """Gates [L, HQ, 3] normalized to sum to 1."""
         return self.means / self.means.sum(-1, keepdim=True)
 
 
 @lru_cache(8)
 def gates_of(model: str, seed: int = 1337) -> Gates:
-    """Of a preset's first layer as it starts, or of all layers of a checkpoint that `nsa train`
-    wrote: a file, or a folder of which the newest counts. ValueError for what is neither."""
+    """Compute gates of a preset's initial first layer, or of all layers of a checkpoint that
+    `nsa train` wrote: a file, or a folder (its newest is used). ValueError for anything else."""
     path = Path(model)
     if path.suffix == ".pt" or path.is_dir():
         try:
@@ -41,7 +41,7 @@ def gates_of(model: str, seed: int = 1337) -> Gates:
         made = saving.model_of(state)
         name = f"{path.name}, after {state['steps_done']} steps"
     else:
-        # deeper layers start alike, and the largest preset takes a second to read a text
+        # deeper layers start alike, and the largest preset takes a second for a text
         made = LanguageModel(preset(model, layers=1))
         made.reset_parameters(seed)
         name = f"{model}'s first layer before training"

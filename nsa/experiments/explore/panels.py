@@ -1,4 +1,4 @@
-"""The panel of the notebook: the definition at chosen sizes."""
+"""Panel of the notebook: the definition at chosen sizes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from nsa.model.presets import PRESETS, preset
 from nsa.spelling import choice
 from nsa.workbook.live import Panel
 
-# The controls of sizes: (label, the paper's name and what it is, legal values shown).
+# Controls of sizes: (label: the paper's name, description, range of values shown).
 POWERS = [2**n for n in range(18)]
 SIZES = {
     "compress_block": ("l", "tokens under one compressed key", (4, 256)),
@@ -24,7 +24,7 @@ SIZES = {
 
 
 def sizes_of(name: str) -> dict[str, Any]:
-    """A preset's block sizes and its G; ValueError for an unknown one."""
+    """Block sizes of a preset and its G; ValueError for an unknown one."""
     config = preset(name)
     nsa = {size: getattr(config.nsa, size) for size in (*SIZES, "select_count")}
     return nsa | {"group": config.heads // config.kv_heads}
@@ -38,9 +38,9 @@ def definition(
     weights: str = "",
     **sizes: int,
 ) -> Panel:
-    """What a query sees, the selection, the gates, at a preset's sizes or at `sizes` in their place
-    (0 leaves the preset's). query: -1 for three quarters of T. weights: a checkpoint whose gates
-    are shown instead of the preset's. ValueError for what cannot be drawn."""
+    """Make a panel of what a query sees, the selection and the gates, at a preset's sizes or at
+    `sizes` (0 keeps the preset's). query: -1 for three quarters of T. weights: a checkpoint
+    whose gates replace the preset's. Raises ValueError for what cannot be drawn."""
     choice("queries", queries, QUERIES)
     given = sizes_of(model) | {name: value for name, value in sizes.items() if value}
     query = 3 * tokens // 4 if query < 0 else query
@@ -66,7 +66,7 @@ def definition(
 
 
 def example_of(values: Mapping[str, Any]) -> Example:
-    """The example of these values of the panel's."""
+    """Return the example of these panel values."""
     return _example(**_without(values))
 
 
@@ -80,7 +80,7 @@ def _example(tokens: int, group: int, queries: str, **sizes: int) -> Example:
 
 
 def _fitting(sizes: Mapping[str, int]) -> dict[str, int]:
-    """With as few forced blocks as a small n leaves room for; the paper forces three."""
+    """Sizes with forced blocks reduced to fit a small n; the paper forces three."""
     usual = replace(NSAConfig(), select_count=max(3, sizes["select_count"]))
     forced = {"select_initial": usual.select_initial, "select_local": usual.select_local}
     if sizes["select_count"] < 3:
@@ -122,7 +122,7 @@ def _controls(start: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adjust(controls: Mapping[str, Any], name: str, value: Any) -> None:
-    """A preset sets its sizes; a shorter T keeps the query inside, at the same share of it."""
+    """Apply a preset's sizes; for a new T, keep the query at the same relative position."""
     if name == "model":
         for size, there in sizes_of(value).items():
             if there not in getattr(controls[size], "options", [there]):

@@ -1,4 +1,4 @@
-"""The pictures of an example. Their margins are fixed, as laying out anew takes half the time."""
+"""Pictures of an example. Margins are fixed, since automatic layout takes half the time."""
 
 from contextlib import contextmanager
 
@@ -13,15 +13,15 @@ NAMES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 COLOURS = {"cmp": "#E69F00", "slc": "#0072B2", "win": "#009E73"}
 FORCED, CHOSEN, LEFT_OUT = "#D55E00", "#0072B2", "#BBBBBB"
 WIDTH = 9.6  # inches
-# Where the axis of tokens begins and ends, in shares of the width: a slider below is as long.
+# Ends of the token axis, as fractions of the width: a slider below has the same length.
 BEGIN, END = 0.085, 0.985
 GAP = 0.14  # between two maps, of a map's width
-BINS = 1200  # of a query's tokens; more are no wider than a dot
+BINS = 1200  # of a query's tokens; more would be narrower than a dot
 
 
 def seen(example: Example, query: int):
-    """A panel a branch, tokens (columns) that each query (rows) sees, the query marked; below, how
-    it weighs each token in each branch."""
+    """Plot, by branch, the tokens (columns) that each query (rows) sees, the query marked; below,
+    its weight for each token in each branch."""
     from matplotlib.colors import to_rgb
 
     tokens, count = example.choice.tokens, len(example.rows)
@@ -29,7 +29,7 @@ def seen(example: Example, query: int):
     with figure(5.0) as fig:
         fig.subplots_adjust(left=BEGIN, right=END, top=0.94, bottom=0.1, hspace=0.32)
         above, below = fig.subplots(2, 1, height_ratios=(3.1, 1))
-        # one image beside another in one pair of axes, which draws twice as fast as three pairs
+        # one image in one pair of axes, which draws twice as fast as three pairs
         apart = round(GAP * count)
         image = np.ones((count, 3 * count + 2 * apart, 3))
         for number, branch in enumerate(BRANCHES):
@@ -54,12 +54,12 @@ def seen(example: Example, query: int):
 
 
 def _quarters(tokens: int) -> list[int]:
-    """Ticks: where T is a power of two they are round numbers."""
+    """Ticks at quarters of T: round numbers if T is a power of two."""
     return sorted({tokens * n // 4 for n in range(5)})
 
 
 def _weights(axes, example: Example, one: Seen) -> None:
-    """A band a branch, from 0 to the query's largest weight in it."""
+    """Draw a band per branch, from 0 to the query's largest weight in it."""
     tokens = example.choice.tokens
     for level, branch in enumerate(reversed(BRANCHES)):
         x, heights = _largest(one.weights[branch].numpy())
@@ -79,8 +79,8 @@ def _weights(axes, example: Example, one: Seen) -> None:
 
 
 def selection(example: Example, query: int):
-    """Which blocks (upwards) each query (to the right) selects, over how important they are; beside
-    it the importance of each block to one query, and the choice."""
+    """Plot the blocks (vertical) that each query (horizontal) selects, over their importance;
+    beside it, the importance of each block to one query, and the choice."""
     from matplotlib.colors import to_rgb
 
     config, tokens = example.config, example.choice.tokens
@@ -93,7 +93,7 @@ def selection(example: Example, query: int):
     np.put_along_axis(taken, np.where(blocks < 0, count, blocks), True, axis=1)
     taken = taken[:, :count]
     forced = taken & ((j < config.select_initial) | (j > own - config.select_local))
-    # relative to what is left when the forced ones have their place
+    # relative to the importance of the blocks that are not forced
     free = np.where(legal & ~forced, scores, 0)
     grey = 1 - 0.5 * (free / np.maximum(free.max(1, keepdims=True), 1e-9)) ** 2
     image = np.where(legal, grey, 0.93)[..., None] * np.ones(3)
@@ -126,7 +126,7 @@ def _importance(axes, one: Seen) -> None:
         (LEFT_OUT, "left out", sorted({*range(begun)} - {*one.blocks})),
     )
     for colour, label, members in groups:
-        # one outline for all bars of a kind, which is quicker than a patch each
+        # one outline for all bars of a kind, which is faster than a patch each
         j = np.array(members, int)
         x = np.stack([j - 0.45, j - 0.45, j + 0.45, j + 0.45], 1).ravel()
         y = np.stack([0 * heights[j], heights[j], heights[j], 0 * heights[j]], 1).ravel()
@@ -140,8 +140,8 @@ def _importance(axes, one: Seen) -> None:
 
 
 def gates(example: Example, found: Gates):
-    """The shares of the gates, a bar for each head, or each layer where there are several; beside
-    it the shares that the gated branches have in the output's norm."""
+    """Plot the shares of the gates, a bar per head, or per layer if there are several; beside it,
+    the gated branches' shares of the output's norm."""
     import torch
 
     layers = len(found.shares)
@@ -174,7 +174,7 @@ def gates(example: Example, found: Gates):
 
 @contextmanager
 def figure(height: float):
-    """One of WIDTH in the style, to be laid out by hand."""
+    """Make a figure of WIDTH in the common style, to be laid out manually."""
     from matplotlib.figure import Figure
 
     with looks.style():
@@ -182,7 +182,7 @@ def figure(height: float):
 
 
 def _largest(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and values; of many, the largest of each bin, so that no peak is lost."""
+    """Return positions and values, reduced to the largest per bin, so that no peak is lost."""
     each = -(-len(values) // BINS)
     if each <= 1:
         return np.arange(len(values)), values

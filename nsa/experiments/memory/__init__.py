@@ -1,1 +1,1 @@
-"""How much memory does a training step hold, and how does that grow with T?"""
+"""Memory of a training step, and its growth with T."""

@@ -1,4 +1,4 @@
-"""The cells of a memory table: a model, a backend and a size each, checked before anything runs."""
+"""Cells of a memory table: a model, a backend and a size each, checked before anything runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cell:
-    """One training step to measure. Raises ValueError for anything that could not be run."""
+    """One training step to measure. Raises ValueError for anything that cannot be run."""
 
     preset: str
     backend: str
@@ -34,7 +34,7 @@ class Cell:
         self.spec()
 
     def spec(self) -> TrainingSpec:
-        """The training that it measures a step of. ValueError for what could not be run."""
+        """Training whose step is measured. ValueError for what cannot be run."""
         values = asdict(self)
         return TrainingSpec(precision=values.pop("dtype"), **values)
 
@@ -48,13 +48,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a cell's trial measured, of the recorded step unless it says otherwise; sizes in MiB.
+    """Measurements of a cell's trial, for the recorded step unless noted otherwise; sizes in MiB.
 
-    NaN, empty or None where it did not end well.
+    NaN, empty or None if it failed.
     """
 
     parameters: float = nan
-    step_ms: float = nan  # the median of the steps that nobody observes
+    step_ms: float = nan  # median of the unobserved steps
     recorded_s: float = nan
     peak_mib: float = nan
     reserved_mib: float = nan  # by CUDA's allocator
@@ -67,10 +67,10 @@ class Measured:
     by_phase_category_mib: dict = field(default_factory=dict)  # at each phase's peak
     held_mib: dict = field(default_factory=dict)  # when the forward ends
     timeline: dict = field(default_factory=dict)  # of its events, see lab.measure.allocations
-    cross_check: dict = field(default_factory=dict)  # the peak by another count
+    cross_check: dict = field(default_factory=dict)  # the peak by an independent count
     losses: list = field(default_factory=list)  # of every step
     step_ms_each: list = field(default_factory=list)
-    witness: dict | None = None  # which implementation served which branch
+    witness: dict | None = None  # implementation that served each branch
     model: dict | None = None  # ModelConfig.to_dict()
     device_name: str = ""
     torch: str = ""
@@ -86,10 +86,10 @@ def memory_grid(
     longest: Sequence[str] = (),
     **fixed: Any,
 ) -> list[Cell]:
-    """One cell for each preset, number of layers, backend and T, in that order.
+    """Make a cell for each preset, number of layers, backend and T, in that order.
 
-    `longest` keeps a backend out of longer T than it names: "sequential=256", or with a colon.
-    `layers` may be empty: each preset's own number. `fixed` holds the other fields of every cell.
+    `longest` excludes T beyond a backend's limit: "sequential=256", or with a colon. `layers` may
+    be empty: each preset's own number. `fixed` holds the other fields of every cell. Raises
     ValueError for anything illegal, before any cell runs, and for a grid without cells.
     """
     most = longest_tokens(longest)
@@ -107,6 +107,6 @@ def memory_grid(
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for notebook parameters that cannot be run."""
     names = ("presets", "layers", "backends", "tokens", "longest", "batch", "dtype", "checkpoint")
     memory_grid(**{name: values[name] for name in names})

@@ -1,4 +1,4 @@
-"""The sentences of the memory notebook, each decided by rows and never by hand."""
+"""Claims of the memory notebook, each decided by rows and never by hand."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,7 @@ PREDICTION_LIMIT = 0.2
 
 
 def all_claims(df: pandas.DataFrame, rows: Sequence[dict], linear: Sequence[str]) -> list[Claim]:
-    """Every claim. `rows` are those of memory trials, `linear` the linear backends."""
+    """All claims. `rows` are those of memory trials, `linear` the linear backends."""
     return [
         case_study_is_not_quadratic(),
         *(linear_backend_is_linear(df, backend) for backend in linear),
@@ -33,7 +33,7 @@ def all_claims(df: pandas.DataFrame, rows: Sequence[dict], linear: Sequence[str]
 
 
 def case_study_is_not_quadratic() -> Claim:
-    """The report said "O(S^2) confirmed" beside a table that says otherwise."""
+    """Claim that the case study's table is not quadratic, though it said "O(S^2) confirmed"."""
     local = local_exponents(*zip(*case_study.MEMORY_MIB.items(), strict=True))
     sentence = "the case study's own table is not T squared: its local exponents are "
     sentence += ", ".join(f"{p:.2f}" for p in local)
@@ -42,9 +42,9 @@ def case_study_is_not_quadratic() -> Claim:
 
 
 def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
-    """What grows, between the longest T and a quarter of it: at most T ** LIMIT, in every model.
+    """Claim that growing memory is at most T ** LIMIT over the last factor of 4 in T, per model.
 
-    Only T from n l' on count: up to there every query sees every key, whatever the backend.
+    Only T >= n l' count: up to there every query sees every key, whatever the backend.
     """
     dense_up_to = table.dense_up_to(df)
     found, short = {}, set()
@@ -74,8 +74,8 @@ def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
 
 
 def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
-    """At the longest T that masked and a linear backend both finished; from n l' on, since up to
-    there every query sees every key and a mask leaves nothing out."""
+    """Claim that dense masks cost more at the longest T that masked and a linear one finished, for
+    T >= n l', since up to there every query sees every key and a mask leaves nothing out."""
     evidence, ratios, dense_up_to = {}, [], table.dense_up_to(df)
     for model, lines in table.growing(df).groupby(level="model", sort=False):
         lines = lines.droplevel("model")
@@ -102,20 +102,20 @@ def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
 def _lost(
     df: pandas.DataFrame, backends: Sequence[str], first: Mapping[str, int], least: float = 0.0
 ) -> list[str]:
-    """The points of what grows that these backends lack, from T `first` of each model on and from
-    that share of the longest T at which one of them was to be measured and did not decline."""
+    """Points of growing memory that these backends lack, at T of at least `first` of each model and
+    the fraction `least` of the longest T planned for one of them that did not decline."""
     rows = table.labelled(df)
     mine = rows[rows["backend"].isin(backends) & ~rows["outcome"].isin(ANSWERS)]
     longest = mine.groupby("model")["x_value"].max()
     start = [max(first[m], least * longest.get(m, 0)) for m in rows["model"]]
     parts = {m for m in rows["metric"] if m.startswith("memory_")}
     parts -= {f"memory_{name}" for name in table.CONSTANT}
-    of = {"metric": parts, "backend": {*mine["backend"]}}  # who declined has none of them
+    of = {"metric": parts, "backend": {*mine["backend"]}}  # declined backends have none
     return metrics.unmeasured(rows[rows["x_value"] >= start], ["model", "x_value"], of=of)
 
 
 def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
-    """fp32 weights, gradients and two Adam moments; a GPU's allocator rounds blocks up."""
+    """Claim that state is fp32 weights, gradients and two moments; a GPU allocator rounds up."""
     strays = []
     for row in _held(rows):
         held = sum(row["held_mib"][n] for n in ("parameters", "gradients", "optimizer_state"))
@@ -128,7 +128,7 @@ def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
 
 
 def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
-    """What the forward kept for the backward, against the sum of its shapes."""
+    """Claim that memory saved by the forward for the backward matches the sum of its shapes."""
     ratios, unknown = {}, set()
     for row in _held(rows):
         if row["backend"].partition(":")[0] not in MODELLED:
@@ -155,7 +155,7 @@ def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
 
 
 def _not_held(rows: Sequence[dict]) -> list[str]:
-    """The cells that neither ran nor answered why they do not."""
+    """Cells that neither ran nor declined with a reason."""
     lost = [row for row in rows if row["outcome"] not in ("ok", *ANSWERS)]
     return [f"{model_name(row)} {row['backend']} T={row['tokens']}" for row in lost]
 
@@ -165,7 +165,7 @@ def _held(rows: Sequence[dict]) -> list[dict]:
 
 
 def backends_are_different_programs(rows: Sequence[dict]) -> Claim:
-    """By their path witnesses."""
+    """Claim that backends are different programs, by their path witnesses."""
     found = table.paths(rows).to_dict("index")
     served = {name: tuple(line.values()) for name, line in found.items()}
     planned = {row["backend"]: row["outcome"] for row in rows}
@@ -173,7 +173,7 @@ def backends_are_different_programs(rows: Sequence[dict]) -> Claim:
 
 
 def production_fits(df: pandas.DataFrame) -> Claim:
-    """The case study projected 50 to 151 GB for this step."""
+    """Claim that a production step fits; the case study projected 50 to 151 GB for it."""
     rows = table.labelled(df)
     rows = rows[(rows["metric"] == "peak_memory") & (rows["x_value"] == 2048)]
     rows = rows[rows["model"] == "production, 12 layers"]

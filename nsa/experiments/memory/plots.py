@@ -1,4 +1,4 @@
-"""The figures of the memory notebook, in the looks of all others."""
+"""Figures of the memory notebook, in the common style."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,11 +16,11 @@ Curves = Mapping[str, Line | Mapping[str, Line]]
 def scaling(
     df, prediction: Curves | None = None, case_study: Curves | None = None, *, mode: str = "step"
 ):
-    """Peak memory against tokens, log-log: one panel a model, one line a backend.
+    """Plot peak memory against tokens, log-log: one panel per model, one line per backend.
 
     df: rows of metrics.csv with x_name tokens, metric peak_memory, unit MiB. A failed point (no
     median) is a cross at the top, its outcome beside it. `prediction` (dashed, in the colour of
-    the backend it names) and `case_study` (dotted grey, in a panel of its own where it would
+    the backend it names) and `case_study` (dotted grey, in a separate panel if it would
     squeeze the others) map a label to (tokens, MiB), or a panel's title (`repro, 5 layers`) to such
     a mapping. Returns the figure; ValueError without rows.
     """
@@ -58,7 +58,7 @@ def scaling(
 
 
 def exponents(df):
-    """The exponent between neighbouring T, drawn between them: 1 is linear, 2 is quadratic."""
+    """Plot the exponent between neighbouring T: 1 is linear, 2 is quadratic."""
     models = looks.models(looks.peaks(df, "step"))
     with looks.figure(len(models), 3.2) as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
@@ -84,8 +84,8 @@ def exponents(df):
 
 
 def categories(df, tokens: int | None = None):
-    """What the peak holds, stacked a backend, one panel a model, at `tokens` (default: the largest
-    T that every backend finished). df: rows whose metric is `memory_<category>`."""
+    """Plot the peak by category, stacked bars by backend, a panel per model, at `tokens` (default:
+    the largest T that every backend finished). df: rows whose metric is `memory_<category>`."""
     rows = looks.over_tokens(df)
     rows = rows[rows["metric"].str.startswith("memory_")]
     rows = rows[(rows["mode"] == "step") & rows["median"].notna()]
@@ -119,7 +119,7 @@ def categories(df, tokens: int | None = None):
 
 
 def through_a_step(rows: Sequence[Mapping], most: int = 4):
-    """What a step holds from its first allocation to its last, one panel a backend, by `rows` of
+    """Plot memory from a step's first allocation to its last, one panel per backend, by `rows` of
     memory trials: the last model, at the largest T that all its backends finished, and the first
     `most` of them."""
     good = [row for row in rows if row.get("timeline")]
@@ -137,13 +137,13 @@ def through_a_step(rows: Sequence[Mapping], most: int = 4):
 
 
 def _unit(df) -> tuple[str, float]:
-    """One unit for all panels: GiB as soon as a peak has several."""
+    """Common unit of all panels: GiB if the highest peak is at least 2 GiB, else MiB."""
     highest = df.loc[df["metric"] == "peak_memory", "median"].astype(float).max()
     return ("GiB", MIB_PER_GIB) if highest >= 2 * MIB_PER_GIB else ("MiB", 1.0)
 
 
 def _curves(curves: Curves | None, model: str) -> list[tuple[str, Line]]:
-    """Those for every panel, and those given under this panel's title."""
+    """Curves for every panel, and those given under this panel's title."""
     found = []
     for name, curve in (curves or {}).items():
         if not isinstance(curve, Mapping):
@@ -154,14 +154,14 @@ def _curves(curves: Curves | None, model: str) -> list[tuple[str, Line]]:
 
 
 def _squeezed(frame, curves: Sequence[tuple[str, Line]]) -> bool:
-    """Whether a log axis with these curves leaves less than two thirds of it to our own points."""
+    """Return True if these curves would leave our points less than two thirds of a log axis."""
     ours = frame["median"].dropna().to_numpy(float)
     theirs = np.concatenate([np.asarray(mib, float) for _, (_, mib) in curves])
     return len(ours) and np.ptp(np.log([*ours, *theirs])) > 1.5 * np.ptp(np.log(ours))
 
 
 def _mark_failures(axes, frame) -> None:
-    """Crosses along the top edge, one row a backend, its outcomes beside them."""
+    """Draw crosses along the top edge, one row per backend, its outcomes beside them."""
     failed = frame[frame["median"].isna()]
     if not len(failed):
         return

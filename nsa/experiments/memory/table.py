@@ -1,4 +1,4 @@
-"""Questions put to the memory rows of a metrics table, answered as tables. Draws nothing."""
+"""Tables that summarize the memory rows of a metrics table. Draws nothing."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from nsa.workbook.looks import by_tokens
 from nsa.workbook.metrics import model_name
 from nsa.workbook.scaling import Fit, fit_exponent, local_exponents
 
-# What a step holds whatever T is; the rest of a peak is what grows.
+# Categories independent of T; the rest of a peak grows.
 CONSTANT = ("parameters", "gradients", "optimizer_state", "resident")
 STUDY = "case study, 5 layers"
 
@@ -34,7 +34,7 @@ def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def peaks(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Peak MiB of a step, one row a model and backend, one column a T; a failure by its name."""
+    """Peak MiB of a step, one row per model and backend, one column per T; failures by name."""
     rows = labelled(df)
     rows = rows[rows["metric"] == "peak_memory"]
     shown = [
@@ -45,10 +45,10 @@ def peaks(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def growing(df: pandas.DataFrame) -> pandas.DataFrame:
-    """MiB at the peak that are neither weights, gradients nor optimizer state; NaN where it failed.
+    """MiB at the peak that are neither weights, gradients nor optimizer state; NaN if it failed.
 
-    One row a model and backend, one column a T; of a cell measured twice the last counts. A total
-    hides its growth behind the constant part.
+    One row per model and backend, one column per T; for a cell measured twice, the last counts. In
+    a total, the constant part would hide the growth.
     """
     rows = labelled(df)
     rows = rows[rows["metric"].str.startswith("memory_")]
@@ -60,7 +60,7 @@ def growing(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def dense_up_to(df: pandas.DataFrame) -> dict[str, int]:
-    """{model: n l'}, the T up to which a query sees every key; 0 for a model that is no preset."""
+    """Return {model: n l'}, the T up to which a query sees every key; 0 if it is not a preset."""
     found = {}
     for config in metrics.configs(labelled(df)):
         try:
@@ -72,7 +72,7 @@ def dense_up_to(df: pandas.DataFrame) -> dict[str, int]:
 
 
 def exponents(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Local exponents of a `growing` table, one column a pair of neighbouring T, and the fit."""
+    """Local exponents of a `growing` table, one column per pair of neighbouring T, and the fit."""
     tokens = list(table.columns)
     found = []
     for _, line in table.iterrows():
@@ -84,13 +84,13 @@ def exponents(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def exponent_fit(line: pandas.Series, first: int = 0) -> Fit:
-    """The exponent of one row of a `growing` table over the T that are at least `first`."""
+    """Fit the exponent of one row of a `growing` table over T >= `first`."""
     line = line[[t >= first for t in line.index]].dropna()
     return fit_exponent(list(line.index), line.to_numpy())
 
 
 def paths(rows: Sequence[dict]) -> pandas.DataFrame:
-    """Which implementation served each branch, from the witnesses of measured rows, by backend."""
+    """Implementation that served each branch, from the witnesses of measured rows, by backend."""
     found = {}
     for row in rows:
         if row["witness"]:
@@ -100,7 +100,7 @@ def paths(rows: Sequence[dict]) -> pandas.DataFrame:
 
 
 def predicted(cells: Sequence[Cell]) -> dict[str, dict[str, tuple[list[int], list[float]]]]:
-    """{model: {backend: (T, MiB)}}: what shapes alone say that each cell holds at its peak."""
+    """Predict each cell's peak from shapes alone: {model: {backend: (T, MiB)}}."""
     curves: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
     for c in cells:
         if c.backend != "auto":
@@ -113,12 +113,12 @@ def predicted(cells: Sequence[Cell]) -> dict[str, dict[str, tuple[list[int], lis
 
 
 def case_study_curve() -> dict[str, tuple[list[int], list[float]]]:
-    """{label: (T, MiB)}: the case study's own table, as a curve."""
+    """Curve of the case study's own table: {label: (T, MiB)}."""
     return {STUDY: (list(case_study.MEMORY_MIB), list(case_study.MEMORY_MIB.values()))}
 
 
 def beside_the_case_study(df: pandas.DataFrame) -> pandas.DataFrame:
-    """The case study's table with its exponents, and under it our backends' peaks in MiB."""
+    """Table of the case study with its exponents, and below it our backends' peaks in MiB."""
     tokens, mib = case_study_curve()[STUDY]
     local = [f"{p:.2f}" for p in local_exponents(tokens, mib)]
     lines = [[f"{m:,.1f}" for m in mib], ["", *local]]
@@ -129,13 +129,13 @@ def beside_the_case_study(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def failed(rows: Sequence[dict]) -> pandas.DataFrame:
-    """The cells that did not end well, and why."""
+    """Table of the cells that failed, and why."""
     names = ["preset", "layers", "backend", "tokens", "outcome", "message"]
     return pandas.DataFrame([{n: r[n] for n in names} for r in rows if r["outcome"] != "ok"])
 
 
 def facts(df: pandas.DataFrame, rows: Sequence[dict]) -> list[str]:
-    """Lines that are the same on every machine: how cells ended, parameters, exponents, paths."""
+    """Machine-independent lines: outcomes of cells, parameters, exponents, paths."""
     counts = Counter(f"{row['backend']}: {row['outcome']}" for row in rows)
     models = sorted({(r["preset"], r["layers"], r["parameters"]) for r in rows if r["witness"]})
     ended = ", ".join(f"{name} x{count}" for name, count in counts.items())

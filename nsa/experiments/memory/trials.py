@@ -1,4 +1,4 @@
-"""Memory and time of training steps, one cell after another, each in a process of its own."""
+"""Measure memory and time of training steps, each cell in a separate process."""
 
 import math
 import time
@@ -22,7 +22,7 @@ from whyhung.process.trial import Outcome
 ENTRY = "nsa.experiments.memory.trials:measure_cell"
 PHASES = ("data", "forward", "backward", "optimizer")
 TIMED_STEPS = 3
-TIMING_SHARE = 0.5  # of the time to the deadline, so that timing never costs the memory figures
+TIMING_SHARE = 0.5  # of the time to the deadline, so that timing never endangers the memory figures
 
 
 def measure(
@@ -34,16 +34,16 @@ def measure(
     progress: bool = True,
     folder: str | Path | None = None,
 ) -> list[dict]:
-    """One row a cell, in the cells' order, with `workers` child processes at once.
+    """Measure the cells, one row each, in order, with up to `workers` concurrent child processes.
 
-    A row has the cell's fields, `outcome` (as of `sweep.measure`), `message`, `evidence`,
-    `seconds`, `alone` (nobody ran beside it), and what was `Measured`. `timing` is "absolute" on a
-    GPU, "ratio" on a CPU, whose times may only be compared with each other, and "contended" where
-    others ran beside it. A cell that ran out of memory beside others is run again alone before that
-    counts. An interrupt ends the children and returns the rows that are done.
+    A row has the cell's fields, `outcome` (see `sweep.measure`), `message`, `evidence`, `seconds`,
+    `alone` (no other cell ran beside it), and the fields of `Measured`. `timing` is "absolute" on
+    a GPU, "ratio" on a CPU, whose times may only be compared with each other, and "contended" if
+    others ran beside it. A cell that ran out of memory beside others is rerun alone before that
+    counts. An interrupt ends the children and returns the finished rows.
 
-    threads: torch's CPU threads in each child (None: torch's own choice). The rest, and what is
-    raised before any cell runs, is as of `sweep.measure`.
+    threads: torch's CPU threads in each child (None: torch's default). The rest, and exceptions
+    raised before any cell runs, are as in `sweep.measure`.
     """
     try:
         ended: Sequence[Outcome | None] = sweep.measure(
@@ -63,7 +63,7 @@ def measure(
 
 
 def row_of(cell: Cell, ended: Outcome) -> dict:
-    """A cell, how its trial ended and what it measured, as one flat row; see `measure`."""
+    """Make one flat row of a cell, its trial's outcome and its measurements; see `measure`."""
     timing = "absolute" if cell.device == "cuda" else "ratio"
     how = {"outcome": ended.status, "message": ended.message, "evidence": ended.evidence}
     how |= {"seconds": ended.seconds, "alone": ended.alone}
@@ -72,10 +72,10 @@ def row_of(cell: Cell, ended: Outcome) -> dict:
 
 
 def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
-    """The rows in the long format of a run's metrics.csv; values that failed are NaN.
+    """Convert rows to the long format of a run's metrics.csv; failed values are NaN.
 
     Metrics: "peak_memory" (mode "step", "forward", "backward", "optimizer"), "memory_<category>" at
-    the overall peak (mode "step") and "step_time". `config` is the cell and how it ended; the
+    the overall peak (mode "step") and "step_time". `config` is the cell and its outcome; the
     model, the witness and the cross-check stay in the trial's own folder.
     """
     found = []
@@ -97,11 +97,11 @@ def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
 
 
 def measure_cell(spec: dict) -> dict:
-    """`Measured` of a cell: {"cell": its fields, "deadline_s": ..., "threads": int or None}.
+    """Measure a cell: {"cell": its fields, "deadline_s", "threads": int or None} -> `Measured`.
 
     Step 0 warms up: kernels are compiled, the optimizer's state is made. Step 1 is recorded. Up to
-    three further steps are timed, as many as there is time for. An error says in which step and
-    phase it came. Where the backend does not take the model, it is {"declined": why}.
+    three further steps are timed, as time permits. An error names the step and phase in which it
+    occurred. If the backend declines the model, the result is {"declined": why}.
     """
     started = time.monotonic()
     cell, place = Cell(**spec["cell"]), _Place()
@@ -131,7 +131,7 @@ def measure_cell(spec: dict) -> dict:
 
 
 def _record(trainer: Trainer, losses: list[float]) -> dict:
-    """The fields of Measured that one recorded step gives; its loss goes to `losses`."""
+    """Record one step; return its fields of Measured, and append its loss to `losses`."""
     sizes = {}
     if trainer.device.type == "cuda":
         sizes["first_step_peak"] = torch.cuda.max_memory_allocated()
@@ -149,7 +149,7 @@ def _record(trainer: Trainer, losses: list[float]) -> dict:
 
 
 def _in_mib(size):
-    """Bytes, or a mapping that ends in bytes."""
+    """Convert bytes, or a nested mapping of bytes, to MiB."""
     if isinstance(size, dict):
         return {name: _in_mib(inner) for name, inner in size.items()}
     return size / MIB
@@ -167,7 +167,7 @@ def _time(trainer: Trainer, losses: list[float], budget_s: float) -> list[float]
 
 
 class _Place:
-    """Where the loop is, so that an error can say it."""
+    """Tracker of the loop's step and phase, for error messages."""
 
     text = "before the first step"
 

@@ -1,1 +1,1 @@
-"""Are planted faults called what they are, and healthy runs healthy?"""
+"""Tests that planted faults are classified correctly and healthy runs as healthy."""

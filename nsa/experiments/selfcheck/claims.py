@@ -1,4 +1,4 @@
-"""The sentences of the selfcheck, each decided by rows and never by hand."""
+"""Claims of the selfcheck, each decided by rows and never by hand."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,12 +12,12 @@ FORETOLD = 0.25  # of a backward
 
 
 def must_hold(rows: Sequence[Judged]) -> list[Claim]:
-    """What a run fails without; a claim about what was not to be run is NOT APPLICABLE."""
+    """Claims that must hold; NOT APPLICABLE where the run was not to include their programs."""
     return [every_fault_is_named(rows), _of(table.AIMS[0], rows, verdict_of)]
 
 
 def should_hold(rows: Sequence[Judged]) -> list[Claim]:
-    """The aims; those of what was written after the rules were frozen are told once more alone."""
+    """Aims, and again those of programs written after the rules were frozen, alone."""
     frozen = [row for row in rows if row.batch == "frozen"]
     return [
         *(_of(aim, rows, aim_of) for aim in table.AIMS[1:]),
@@ -28,7 +28,7 @@ def should_hold(rows: Sequence[Judged]) -> list[Claim]:
 def _of(
     aim: table.Aim, rows: Sequence[Judged], word: Callable[[bool], str], which: str = ""
 ) -> Claim:
-    """That it is met at each load; word: verdict_of or aim_of."""
+    """Make the claim that an aim is met at each load; word: verdict_of or aim_of."""
     found = {load: aim.count(rows, load) for load in table.loads_of(rows)}
     told = [f"{count} of {of} at load {load}" for load, (count, of) in found.items() if of]
     sentence = f"{which}{aim.text}, {aim.wanted} wanted"
@@ -41,7 +41,7 @@ def _of(
 
 
 def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
-    """What is planted, slow or fails: right in kind, and in sort where the registry says which."""
+    """Claim that what is planted, slow or fails gets the right kind, and sort if registered."""
     run = [row for row in rows if not row.skipped and row.group not in ("healthy", "hang")]
     missed = {row.name: f"{row.label}, due was {row.due}" for row in run if row.missed}
     right = sum(not row.missed for row in run)
@@ -54,10 +54,10 @@ def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
 
 
 def of_watching(counting: Outcome, foretold: Outcome, *, on_gpu: bool) -> list[Claim]:
-    """Each aim of watching with what was measured; INCONCLUSIVE where it was not.
+    """Aims of watching, each with its measurement; INCONCLUSIVE without one.
 
-    A step counted as in a trial, over the same step without; the end of a backward, from half of
-    its nodes on.
+    These are a step counted as in a trial relative to an uncounted step, and the estimated end of a
+    backward, once half of its nodes have run.
     """
     machine = "a GPU" if on_gpu else "a CPU"
     most = COUNTED[machine]

@@ -1,4 +1,4 @@
-"""What it costs a training to be counted, and how early its counters tell when a backward ends.
+"""Cost of counting in a training, and how early its counters predict the end of a backward.
 
 Both are measured in a child process on the training step of this package.
 """
@@ -19,26 +19,26 @@ from whyhung.verdict.pace import backward_eta_s
 from whyhung.watch import Progress, Unheard, read
 from whyhung.watch.evidence import Sample
 
-EVERY_S = 0.02  # between two looks at a backward
+EVERY_S = 0.02  # between two samples of a backward
 DEADLINE_S = 120.0
 
 
 def cost_of_counting(settings: dict[str, Any], *, steps: int = 4, rounds: int = 4) -> Outcome:
-    """The outcome of `counting` in a process of its own."""
+    """Run `counting` in a separate process and return its outcome."""
     spec = {"settings": settings, "steps": steps, "rounds": rounds}
     return run_child(f"{__name__}:counting", spec, deadline_s=DEADLINE_S)
 
 
 def end_of_a_backward(settings: dict[str, Any], *, steps: int = 3) -> Outcome:
-    """The outcome of `foretold` in a process of its own."""
+    """Run `foretold` in a separate process and return its outcome."""
     spec = {"settings": settings, "steps": steps}
     return run_child(f"{__name__}:foretold", spec, deadline_s=DEADLINE_S)
 
 
 def counting(spec: dict[str, Any]) -> dict[str, Any]:
-    """{"ratio", "counted_ms", "plain_ms", "clock"} of a step: counted as in a trial, over not.
+    """Measure {"ratio", "counted_ms", "plain_ms", "clock"} of a step counted as in a trial, or not.
 
-    spec: "settings" of nsa.lab.search.training_subject, "steps" a turn, "rounds"; see
+    spec: "settings" of nsa.lab.search.training_subject, "steps" per turn, "rounds"; see
     nsa.lab.measure.timing.
     """
     from nsa.lab.measure.timing import interleaved
@@ -69,13 +69,13 @@ def counting(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def foretold(spec: dict[str, Any]) -> dict[str, Any]:
-    """{"worst", "left_at_half", "seconds", "looks", "nodes"}: how well a backward's end is known.
+    """Measure {"worst", "left_at_half", "seconds", "looks", "nodes"}, errors of a backward's ETA.
 
     spec: "settings" of nsa.lab.search.training_subject, "steps", of which the longest backward
-    that was looked at in its second half counts; ValueError where none was. worst: how far off
-    `backward_eta_s` is at most once half of the nodes have run, as a share of the backward's
-    `seconds`; left_at_half: at the first look after that half, as a share of what was left.
-    looks, after the half.
+    sampled in its second half counts; ValueError if there is none. worst: the largest error of
+    `backward_eta_s` once half of the nodes have run, as a fraction of the backward's `seconds`;
+    left_at_half: the error at the first such sample, as a fraction of the time left. looks: the
+    number of samples after the half.
     """
     from nsa.lab.search.training_subject import make
 
@@ -90,7 +90,7 @@ def foretold(spec: dict[str, Any]) -> dict[str, Any]:
         def look() -> None:
             done = False
             while not done:
-                done = over.wait(EVERY_S)  # one more look after the last step: it ended
+                done = over.wait(EVERY_S)  # one more sample after the last step: it ended
                 samples.append(Sample(time.perf_counter(), 0, read(file)[0]))
 
         thread = threading.Thread(target=look, daemon=True)
@@ -110,13 +110,13 @@ def foretold(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def errors_of(samples: list[Sample], step: int) -> dict[str, Any] | None:
-    """`foretold` of one step's backward, from samples of the counters.
+    """Compute `foretold` for one step's backward, from samples of the counters.
 
-    None where no look that can tell an end fell into its second half.
+    None if no sample with an estimate fell into its second half.
     """
     began = next((n for n, s in enumerate(samples) if s.p.step == step and s.p.fired), len(samples))
     mine = list(takewhile(lambda s: s.p.step == step and s.p.fired < s.p.total, samples[began:]))
-    after = samples[began + len(mine) : began + len(mine) + 1]  # the first look that found it done
+    after = samples[began + len(mine) : began + len(mine) + 1]  # first sample that found it done
     if not after:
         return None
     later = [n for n, s in enumerate(mine) if s.p.fired >= s.p.total / 2]

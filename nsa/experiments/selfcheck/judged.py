@@ -1,4 +1,4 @@
-"""A fault or a program judged: evidence that does not name it, and what it was called."""
+"""Verdicts on faults and programs: blinded evidence, and the label that each got."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _HIDDEN = ("subject", "settings", "command")  # of a spec
 
 @dataclass(frozen=True)
 class Judged:
-    """One of them in one round at one load: what it should be called, what it was, and why."""
+    """Verdict on a fault or program in one round at one load: due, found, and why."""
 
     name: str
     control: bool
@@ -30,7 +30,7 @@ class Judged:
     because: tuple[str, ...] = ()
     place: str = ""
     seconds: float = 0.0  # of the trial or trials, start-up included
-    named_s: float | None = None  # from the freeze until it was said; None where nothing froze
+    named_s: float | None = None  # from the freeze to the report; None if nothing froze
     round: int = 1
     skipped: str = ""
     text: str = ""
@@ -38,24 +38,24 @@ class Judged:
     batch: str = "first"
     certifiable: bool = False
     load: int = 0  # busy loops beside it
-    device: str = "unknown"  # its name, on which the program ran
-    line_named: bool | None = None  # in the first five lines of its page; None: none is due
-    # Each STALLED and HANG that was said: "label", "rested_s" then, "withdrawn" or not
+    device: str = "unknown"  # name of the one on which the program ran
+    line_named: bool | None = None  # in the first five lines of its page; None: none due
+    # Each STALLED and HANG report: "label", "rested_s" then, "withdrawn" or not
     reports: tuple[dict[str, Any], ...] = ()
 
     @property
     def kinds(self) -> list[str]:
-        """Those that are right."""
+        """Kinds that are right."""
         return [one.partition(":")[0] for one in self.due.split(" or ")]
 
     @property
     def right(self) -> bool:
-        """Called what it is; one that was not run is neither right nor wrong."""
+        """True if it was labelled as due; one that was not run is neither right nor wrong."""
         return any(one in (self.found, self.label) for one in self.due.split(" or "))
 
     @property
     def late(self) -> bool:
-        """To be run, and not run: this machine could have held it."""
+        """True if it was to be run and was not, though this machine could have run it."""
         return self.skipped == LATE
 
     @property
@@ -64,19 +64,19 @@ class Judged:
 
     @property
     def label(self) -> str:
-        """HANG:lock, PASS, ..."""
+        """Label of the verdict: HANG:lock, PASS, ..."""
         return f"{self.found}:{self.found_what}" if self.found_what else self.found
 
     @property
     def sort(self) -> str:
-        """Its row of a matrix: what was planted, or which sort of program it is."""
+        """Row of a matrix: what was planted, or the sort of program."""
         if self.group == "planted":
             kinds = " or ".join(self.kinds)
             return f"control {kinds}" if self.control else kinds
         return "hang, certifiable" if self.certifiable else self.group
 
     def ever(self, kind: str) -> bool:
-        """Whether it was called so at any time, also where that was withdrawn."""
+        """Return True if it was ever labelled with this kind, even if that was withdrawn."""
         return kind in (self.found, *(told["label"].partition(":")[0] for told in self.reports))
 
     def __str__(self) -> str:
@@ -92,20 +92,20 @@ class Judged:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> "Judged":
-        """What `to_dict` wrote, also after JSON."""
+        """Read the output of `to_dict`, also after JSON."""
         known = {name: found[name] for name in cls.__dataclass_fields__ if name in found}
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
 
 
 def read(files: Iterable[str | Path]) -> list[Judged]:
-    """The rows of sweeps: files of `nsa trial selfcheck --json`, or runs' selfcheck.json."""
+    """Read rows of sweeps: files of `nsa trial selfcheck --json`, or runs' selfcheck.json."""
     found = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
     rows = [content["rows"] if isinstance(content, dict) else content for content in found]
     return [Judged.from_dict(row) for mine in rows for row in mine]
 
 
 def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:
-    """{sort: {found: count}} of all that were run."""
+    """Count {sort: {found: count}} over all that were run."""
     table: dict[str, dict[str, int]] = {}
     for row in rows:
         if not row.skipped:
@@ -115,7 +115,7 @@ def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:
 
 
 def blind(evidence: Evidence, fault: Fault) -> Evidence:
-    """The evidence without what tells which fault it is of."""
+    """Return the evidence without anything that identifies its fault."""
     made = re.compile(rf"\b{re.escape(fault.where.partition(':')[2] or 'Subject')}\b")
 
     def without(value: Any) -> Any:

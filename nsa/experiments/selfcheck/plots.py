@@ -1,4 +1,4 @@
-"""The figures of the selfcheck, in the looks of all others."""
+"""Figures of the selfcheck, in the common style."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from nsa.workbook.looks import GREY, RED
 
 
 def matrices(rows: Sequence[Judged]):
-    """Plot what ran against what it was called, in a red frame where it should not be."""
+    """Plot programs against their labels, wrong ones in a red frame."""
     counts = table.confusion(rows)
     if counts.empty:
         return looks.nothing("nothing was run")
@@ -42,7 +42,7 @@ def _matrix(axes, counts, wrong) -> None:
 
 
 def latency(rows: Sequence[Judged]):
-    """Of the hangs that can be certified, the share that is, against how long they had rested."""
+    """Plot the percentage of certifiable hangs that is certified, against their time at rest."""
     run = [row for row in rows if row.group == "hang" and row.certifiable and not row.skipped]
     if not any(row.found == "HANG" for row in run):
         return looks.nothing("no hang was certified")

@@ -1,7 +1,7 @@
-"""Which faults, programs and controls there are, what each should be called, and where it runs.
+"""Registry of faults, programs and controls, the label due for each, and where it runs.
 
-Programs are the scripts of the hang detector's benchmark, each with what is due in its header;
-faults and controls are subjects of trials. Both lie with the tests, in `folder()`.
+Programs are the scripts of the hang detector's benchmark, each with its due label in its header;
+faults and controls are subjects of trials. Both are with the tests, in `folder()`.
 """
 
 import sys
@@ -20,10 +20,10 @@ PLACE = Path("tests/whyhung/programs")
 
 @dataclass(frozen=True)
 class Fault:
-    """One subject with something planted in it, or, for a control, with nothing; or a program."""
+    """Subject with something planted in it, or, for a control, with nothing; or a program."""
 
     name: str
-    due: str  # what the judge is to call it: HANG:lock, PASS or SLOW, ...
+    due: str  # the judge's due label: HANG:lock, PASS or SLOW, ...
     where: str  # "module:class" of the faults, "" of a program
     text: str  # what is planted
     settings: dict[str, Any] = field(default_factory=dict)  # for the subject
@@ -31,27 +31,27 @@ class Fault:
     ranks: int = 1
     needs: str = ""  # "gpu" or "gpus2"
     control: bool = False
-    predicted_s: float | None = None  # the steps of a healthy one, None where it does not matter
+    predicted_s: float | None = None  # the steps of a healthy one, None if irrelevant
     deadline_s: float = 40.0
-    busy: bool = False  # it wants a core of its own, or its time counts
-    takes_s: float = 10.0  # about how long, so that the longest begin first
-    beside: bool = False  # another process is to use the device meanwhile
+    busy: bool = False  # it needs a dedicated core, or its time counts
+    takes_s: float = 10.0  # approximate duration: the longest begin first
+    beside: bool = False  # another process uses the device meanwhile
     group: str = "planted"
     batch: str = "first"  # or "frozen": written after the rules were frozen
-    certifiable: bool = False  # could anybody prove from outside that it can never go on?
+    certifiable: bool = False  # provable from outside that it can never proceed
     line: str = ""  # the function that a report must name; several: "bleu or auc"
-    rank: int | None = None  # the one to blame, None where none or several are
-    script: str = ""  # of a program, its file
-    command: tuple[str, ...] = ()  # that starts it
+    rank: int | None = None  # the one to blame, None if none or several
+    script: str = ""  # file of a program
+    command: tuple[str, ...] = ()  # command that starts it
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of verdict; several where the machine's speed decides."""
+        """Kinds of verdict that are due; several if the machine's speed decides."""
         return tuple(one.partition(":")[0] for one in self.due.split(" or "))
 
     @property
     def subject(self) -> str:
-        """What is run: a script, or an import path as a trial's spec has it."""
+        """Script to run, or an import path as in a trial's spec."""
         return self.script or f"faults.{self.where}"
 
 
@@ -167,7 +167,7 @@ CONTROLS: tuple[Fault, ...] = (
 
 
 def _forms(name: str, group: str, due: str, text: str, **more: Any) -> tuple[Fault, ...]:
-    """Both forms of a training that becomes slow, or fails by itself."""
+    """Make both forms of a training that becomes slow, or fails by itself."""
     limits = {"predicted_s": 1.0, "deadline_s": 6.0} if group == "slow" else {"deadline_s": 45.0}
     known = {"due": due, "where": f"ends:{name}", "text": text, "group": group, **limits, **more}
     return tuple(Fault(f"{name} {form}", settings={"form": form}, **known) for form in (0, 1))
@@ -195,7 +195,7 @@ ENDS: tuple[Fault, ...] = (
 
 
 def folder() -> Path:
-    """The folder of programs and faults, from then on a place of modules. ValueError where it is
+    """Return the folder of programs and faults, and add it to `sys.path`. ValueError if it is
     missing: it is part of a clone of the repository and not of an installed package."""
     for place in (PACKAGE.parent / PLACE, Path.cwd() / PLACE):
         if (place / "hang_programs.py").is_file():
@@ -210,7 +210,7 @@ def folder() -> Path:
 
 @cache
 def every() -> tuple[Fault, ...]:
-    """What is planted, the controls, and a fault for each run of a program."""
+    """All planted faults, the controls, and a fault for each run of a program."""
     folder()
     import hang_programs
 
@@ -219,12 +219,12 @@ def every() -> tuple[Fault, ...]:
 
 
 def _run(program: Any, form: str) -> Fault:
-    """Only kinds are due of a program; the words after them are for its reader."""
+    """Make the fault of a program's run; only kinds are due, without the words after them."""
     kinds = dict.fromkeys(label.partition(":")[0] for label in program.due)
     quiet = program.quiet if program.healthy else 25.0
     return Fault(
         name=f"{program.name} {form}".strip(),
-        # A busy machine makes late what is well.
+        # On a busy machine a healthy program may be late.
         due="PASS or SLOW" if program.healthy else " or ".join(kinds),
         where="",
         text=program.text,
@@ -247,10 +247,10 @@ def _run(program: Any, form: str) -> Fault:
 def chosen(
     names: Iterable[str] = (), groups: Iterable[str] = (), batches: Iterable[str] = ()
 ) -> tuple[Fault, ...]:
-    """Those of these names, groups and batches, in the registry's order; all where none is given.
+    """Select faults by names, groups and batches, in the registry's order; all if none is given.
 
-    A program's name stands for all its runs. Raises ValueError for a name that there is not, with
-    the nearest, and for a group or batch of which there is none.
+    A program's name selects all its runs. Raises ValueError for an unknown name, with the nearest,
+    and for a group or batch without members.
     """
     names, groups, batches = list(names), list(groups), list(batches)
     known = [name for fault in every() for name in _names(fault)]
@@ -275,6 +275,6 @@ def _names(fault: Fault) -> tuple[str, ...]:
 
 
 def why_not(fault: Fault, gpus: int) -> str:
-    """Why this machine, with so many GPUs, cannot hold it; "" when it can."""
+    """Reason why a machine with this many GPUs cannot run it; "" if it can."""
     needed = {"": 0, "gpu": 1, "gpus2": 2}[fault.needs]
     return f"needs {needed} GPU(s), here are {gpus}" if gpus < needed else ""

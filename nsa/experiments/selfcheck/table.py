@@ -1,4 +1,4 @@
-"""What a selfcheck ran and what it found, as tables."""
+"""Tables of what a selfcheck ran and found."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,17 +15,17 @@ from whyhung.process.trial import Outcome
 from whyhung.verdict import KINDS
 
 _PATH = re.compile(r"(?:/[\w.+-]+)*/([\w.+-]+/[\w.+-]+\.py)\b")
-SOON_S = 20.0  # for what has no certificate
+SOON_S = 20.0  # for hangs without a certificate
 
 
 def certified_within_s(load: int) -> float:
-    """How long a hang may have rested when its certificate is there."""
+    """Maximum time at rest of a hang before its certificate, in seconds."""
     return 15.0 if load <= 1 else 40.0
 
 
 @dataclass(frozen=True)
 class Aim:
-    """Of some rows a share, at each load: at most `most`, or at least `least`."""
+    """Bound on a fraction of some rows, at each load: at most `most`, or at least `least`."""
 
     text: str
     among: Callable[[Judged], bool]
@@ -40,20 +40,20 @@ class Aim:
         return f"at most {self.most:.0%}" if self.most else "none"
 
     def mine(self, rows: Iterable[Judged]) -> list[Judged]:
-        """Those that it is about."""
+        """Rows that the aim is about."""
         return [row for row in rows if not row.skipped and self.among(row)]
 
     def lost(self, rows: Iterable[Judged]) -> list[str]:
-        """Rows of this line that were not run, as far as their names tell."""
+        """Names of the aim's rows that were not run, as far as known without running them."""
         late = [row for row in rows if row.late and self.among(replace(row, line_named=False))]
         return [f"{row.name}, load {row.load}, round {row.round}" for row in late]
 
     def against(self, rows: Iterable[Judged]) -> list[Judged]:
-        """Those that speak against it."""
+        """Rows that contradict the aim."""
         return [row for row in self.mine(rows) if bool(self.so(row)) == (self.most is not None)]
 
     def count(self, rows: Iterable[Judged], load: int) -> tuple[int, int]:
-        """How many of how many at that load."""
+        """Number of matching rows and of all rows at that load."""
         mine = [row for row in self.mine(rows) if row.load == load]
         return sum(bool(self.so(row)) for row in mine), len(mine)
 
@@ -76,7 +76,7 @@ def _stays_stalled(row: Judged) -> bool:
 
 
 def _named_soon(row: Judged) -> bool:
-    # one that is certified says more than it has to
+    # a certified one exceeds the requirement
     soon = row.found == "HANG" or (row.named_s or 0.0) <= SOON_S
     return row.right and row.line_named is not False and soon
 
@@ -99,7 +99,7 @@ AIMS = (
 
 
 def aims(rows: Sequence[Judged]) -> pandas.DataFrame:
-    """A row an aim, a column a load: "27 of 28", or "" where there was none."""
+    """Table with a row per aim, a column per load: "27 of 28", or "" if there was none."""
     found = {}
     for aim in AIMS:
         loads = {load: (aim.count(rows, load), aim.met(rows, load)) for load in loads_of(rows)}
@@ -116,7 +116,7 @@ def loads_of(rows: Iterable[Judged]) -> list[int]:
 
 
 def accused(rows: Iterable[Judged]) -> pandas.DataFrame:
-    """What is healthy and was called STALLED or HANG: when, and whether that was withdrawn."""
+    """Table of healthy programs reported as STALLED or HANG: when, and if it was withdrawn."""
     columns = ["program", "load", "round", "called", "after s", "withdrawn", "in the end"]
     found = [
         (row.name, row.load, row.round, told["label"], told["rested_s"], told["withdrawn"],
@@ -129,7 +129,7 @@ def accused(rows: Iterable[Judged]) -> pandas.DataFrame:
 
 
 def planted(faults: Iterable[Fault]) -> pandas.DataFrame:
-    """What there is to run: its group, what it should be called, and what is done."""
+    """Table of the faults to run: the group, the due label, and what is planted."""
     columns = ["fault", "group", "should be called", "ranks", "what is planted"]
     found = []
     for fault in faults:
@@ -139,15 +139,15 @@ def planted(faults: Iterable[Fault]) -> pandas.DataFrame:
 
 
 def write_evidence(folder: str | Path, rows: Iterable[Judged]) -> None:
-    """Writes selfcheck.json into `folder`: a row a trial, files named by their last two parts."""
+    """Write selfcheck.json into `folder`: a row per trial, paths cut to their last two parts."""
     found = [row.to_dict() | {"because": [_short(why) for why in row.because]} for row in rows]
     write_json(Path(folder, "selfcheck.json"), plain(found))
 
 
 def matrix_of(rows: Sequence[Judged], *, controls: bool) -> pandas.DataFrame:
-    """A row a fault: what was planted, what it was called in how many rounds, and the evidence.
+    """Table with a row per fault: what was planted, its labels with counts, and the evidence.
 
-    controls: True for these alone, False for none of them.
+    controls: True for controls only, False for no controls.
     """
     found = []
     for name, mine in _by_name(row for row in rows if row.control == controls).items():
@@ -168,7 +168,7 @@ def matrix_of(rows: Sequence[Judged], *, controls: bool) -> pandas.DataFrame:
 
 
 def confusion(rows: Iterable[Judged]) -> pandas.DataFrame:
-    """Counts: a row for each sort that was run, a column for each kind that was found."""
+    """Table of counts: a row for each sort that was run, a column for each kind found."""
     counts = matrix(rows)
     kinds = [kind for kind in KINDS if any(kind in row for row in counts.values())]
     return pandas.DataFrame(
@@ -181,7 +181,7 @@ def confusion(rows: Iterable[Judged]) -> pandas.DataFrame:
 def watching(
     step: Mapping[str, Any], backward: Mapping[str, Any], counting: Outcome, foretold: Outcome
 ) -> pandas.DataFrame:
-    """What counting costs the one, and how well the end of the other is foretold."""
+    """Table of the cost of counting in a step, and the error of a backward's estimated end."""
     lines = []
     for what, settings, ended in (
         ("a step counted, over one that is not", step, counting),
@@ -202,7 +202,7 @@ def watching(
 
 
 def facts(rows: Sequence[Judged]) -> list[str]:
-    """Lines that do not depend on the machine's speed: what was planted, and what it was called."""
+    """Lines independent of the machine's speed: what was planted, and the labels found."""
     lines = []
     for name, mine in _by_name(row for row in rows if not row.skipped).items():
         wrong = [row.label for row in mine if row.missed]
@@ -213,7 +213,7 @@ def facts(rows: Sequence[Judged]) -> list[str]:
 
 
 def to_metrics(rows: Iterable[Judged]) -> list[dict]:
-    """A row of metrics.csv for each trial: seconds from its start to its verdict."""
+    """Rows of metrics.csv, one per trial: seconds from its start to its verdict."""
     found = []
     for row in rows:
         line = {"operation": "selfcheck", "mode": "control" if row.control else "fault"}
@@ -227,7 +227,7 @@ def to_metrics(rows: Iterable[Judged]) -> list[dict]:
 
 
 def _short(text: str) -> str:
-    """With the last two parts of each file's path: re/__init__.py."""
+    """Shorten each file's path to its last two parts: re/__init__.py."""
     return _PATH.sub(r"\1", text)
 
 

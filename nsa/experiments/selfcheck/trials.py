@@ -1,7 +1,7 @@
-"""The lab checks itself: runs every fault and program that this machine can hold, judges it blind.
+"""Selfcheck of the lab: run every fault and program that this machine can run, and judge it blind.
 
 The judge gets the evidence without anything that names what was planted: neither the subject nor
-its settings, nor the files and classes that a stack shows.
+its settings, nor the files and classes in a stack.
 """
 
 import json
@@ -32,21 +32,21 @@ from whyhung.verdict.explain import page
 from whyhung.watch.evidence import Evidence
 
 STALL_S = 5.0
-# A program's name says what it is: it runs under another one, in a folder of its own.
+# A program's name reveals what it is: it runs under another name, in a separate folder.
 NAMELESS = "sh", "-c", 'cp "$1" subject.py && shift && exec "$@"', "sh"
-ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # all that need no word of what is planted
-HEAD = 5  # lines of a page in which the user's line must stand
-# It ends with us, whatever ends us.
+ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # those independent of what is planted
+HEAD = 5  # lines of a page that must contain the user's line
+# It ends when this process does, for whatever reason.
 BUSY = "import os\nwhile os.getppid() == {}: pass"
 
 
 def slack(load: int) -> int:
-    """How many times as long deadlines are beside so many busy loops."""
+    """Factor by which deadlines are extended beside this many busy loops."""
     return 4 if load > 8 else 2 if load > 1 else 1
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for notebook parameters that cannot be run."""
     chosen(values["only"], values["groups"])
     how = {"preset": values["counted_preset"], "precision": values["counted_dtype"]}
     for name in ("counted", "foretold"):
@@ -68,15 +68,15 @@ def check(
     say: Callable[[Judged], None] = lambda row: None,
     stop: threading.Event | None = None,
 ) -> list[Judged]:
-    """Runs and judges each of `faults` (None: all), in `rounds` rounds; a row each, in their order.
+    """Run and judge each of `faults` (None: all), in `rounds` rounds; return a row each, in order.
 
-    workers: how many that mostly wait are run at once, beside one that computes or whose time
-    counts. load: busy loops beside them. part: (2, 8) for the second of eight parts, of which each
-    takes every eighth trial. budget_s: after it no trial begins. scale: of the durations of healthy
-    programs. gpus: of this machine, asked of torch where None. folder: where the trials' evidence
-    is kept, one folder each (None: nowhere). say: told of each as it is judged.
+    workers: concurrent trials that mostly wait, beside one that computes or whose time counts.
+    load: busy loops beside them. part: (2, 8) for the second of eight parts, each of which takes
+    every eighth trial. budget_s: time after which no trial begins. scale: of the durations of
+    healthy programs. gpus: number on this machine, from torch if None. folder: for the trials'
+    evidence, one subfolder each (None: not kept). say: called with each row once judged.
 
-    Raises ValueError for numbers that cannot be.
+    Raises ValueError for invalid numbers.
     """
     if rounds < 1 or workers < 1:
         raise ValueError(f"rounds={rounds} and workers={workers} must be at least 1")
@@ -89,7 +89,7 @@ def check(
     faults, stop = list(every() if faults is None else faults), stop or threading.Event()
     jobs = [(number, index) for number in range(1, rounds + 1) for index in range(len(faults))]
     jobs = jobs[part[0] - 1 :: part[1]]
-    # Within a round the longest begin.
+    # Within a round the longest start first.
     order = sorted(jobs, key=lambda job: (job[0], -faults[job[1]].takes_s * faults[job[1]].ranks))
     rows: dict[tuple[int, int], Judged] = {}
     end = time.monotonic() + (budget_s or float("inf"))
@@ -97,7 +97,7 @@ def check(
     def planted(number: int, index: int) -> Judged:
         if time.monotonic() > end:
             return _row(faults[index], number, load, found=NOTHING, skipped=LATE)
-        # The folder's number tells nothing of what is planted.
+        # The folder's number reveals nothing about what is planted.
         place = Path(root, f"round-{number}", f"{index:03d}")
         options = {"round": number, "load": load, "scale": scale, "stop": stop}
         return plant(faults[index], folder=place, **options)
@@ -115,7 +115,7 @@ def check(
             if skipped := why_not(fault, gpus):
                 rows[number, index] = _row(fault, number, load, found=NOTHING, skipped=skipped)
                 continue
-            # A device is one trial's at a time, as the core is of one that computes.
+            # One trial at a time uses a device, or computes on the core.
             pool = one if fault.busy or fault.needs else many
             running[pool.submit(planted, number, index)] = number, index
         try:
@@ -123,7 +123,7 @@ def check(
                 rows[running[future]] = row = future.result()
                 say(row)
         except BaseException:
-            stop.set()  # what runs ends itself; what waits must not begin
+            stop.set()  # running trials end themselves; waiting ones must not begin
             for pool in (one, many):
                 pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -139,12 +139,12 @@ def plant(
     scale: float = 1.0,
     stop: threading.Event | None = None,
 ) -> Judged:
-    """One trial of the fault, judged blind; its evidence stays in `folder`.
+    """Run one trial of the fault and judge it blind; its evidence stays in `folder`.
 
-    A certificate ends it, and a stall one that is not healthy: a healthy one may go on.
+    A certificate ends it, and so does a stall, except for a healthy one, which may continue.
     """
     began = time.monotonic()
-    times = 1 if fault.predicted_s else slack(load)  # what is slow is slower beside others
+    times = 1 if fault.predicted_s else slack(load)  # slow programs are slower beside others
     limits = {"deadline_s": times * fault.deadline_s, "stall_s": STALL_S, "on_hang": "kill"}
     limits |= {"on_stall": "report" if fault.control else "kill"}
     if fault.command:
@@ -176,7 +176,7 @@ def plant(
 
 
 def _named_s(evidence: Evidence, verdict: Verdict) -> float | None:
-    """How long it had rested when that was said; where work is not reported: could be said."""
+    """Time at rest when the verdict was reported or, without reports, could have been."""
     if "rested_s" not in verdict.numbers:
         return None
     told = [one["rested_s"] for one in evidence.reports if one["label"] == verdict.label]
@@ -190,7 +190,7 @@ def _named_s(evidence: Evidence, verdict: Verdict) -> float | None:
 
 
 def _line_named(fault: Fault, text: str) -> bool | None:
-    """Whether the head of its page names the line or the rank that is to blame."""
+    """Return True if the head of its page names the line or rank to blame; None if none is due."""
     head = " ".join(" ".join(text.splitlines()[:HEAD]).split())
     due = [rf"\.py(:\d+)? {name}\b" for name in fault.line.split(" or ") if name]
     due += [] if fault.rank is None else [rf"\brank {fault.rank}\b"]
@@ -208,7 +208,7 @@ def watched(
     on_hang: str,
     on_stall: str,
 ) -> Evidence:
-    """The evidence that `whyhung watch` leaves in `folder` of a program, run as its user would."""
+    """Run a program as a user would, and return the evidence that `whyhung watch` leaves."""
     from hang_runs import Run
 
     folder = folder.absolute()
@@ -234,14 +234,14 @@ def watched(
 
 
 def spec(fault: Fault) -> runner.Spec:
-    """What is run: the same oracles for all that is planted, so that they tell nothing of it."""
+    """Spec of a trial, with the same oracles for all planted faults, which thus reveal nothing."""
     how = {"settings": fault.settings, "steps": fault.steps, "ranks": fault.ranks}
-    asked = ORACLES if fault.group == "planted" else ()  # they would run the others once more
+    asked = ORACLES if fault.group == "planted" else ()  # they would run the others again
     return runner.Spec(fault.subject, **how, oracles=asked, env=_environment(fault))
 
 
 def _environment(fault: Fault) -> dict[str, str]:
-    """What needs no GPU sees none, so that it may run beside a trial that does."""
+    """Environment that hides GPUs from faults that need none, which may thus run beside others."""
     return {"OMP_NUM_THREADS": "1"} | ({} if fault.needs else {"CUDA_VISIBLE_DEVICES": ""})
 
 
@@ -254,7 +254,7 @@ def _row(fault: Fault, number: int, load: int, **found: object) -> Judged:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """So many processes that compute without an end, for as long as this lasts."""
+    """Run this many processes that compute endlessly, within this context."""
     command = [sys.executable, "-S", "-c", BUSY.format(os.getpid())]
     loops: list[subprocess.Popen] = []
     try:
@@ -269,7 +269,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 @contextmanager
 def _company(folder: str | Path) -> Iterator[None]:
-    """Another process with memory on the device, for as long as this lasts."""
+    """Run another process with memory on the device, within this context."""
     there, stop = Path(f"{folder}-beside").absolute(), threading.Event()
     holds = there / "holds"
 

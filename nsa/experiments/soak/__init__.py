@@ -1,1 +1,1 @@
-"""Does a long training stay as it began, and what do an allocator's settings change?"""
+"""Stability of a long training, and the effect of allocator settings."""

@@ -1,4 +1,4 @@
-"""What runs in a child process: a part of a soak, and a training under one allocator setting."""
+"""Child processes: a part of a soak, and a training under one allocator setting."""
 
 import contextlib
 import gc
@@ -24,16 +24,16 @@ from nsa.lab.training import TrainingSpec, open_trainer
 from nsa.model.llama import parameter_count
 from nsa.model.train import Trainer
 
-CHUNK = 20  # steps from one look at the file to the next, each of which waits for the device once
+CHUNK = 20  # steps between writes to the file, each of which waits for the device once
 
 
 class Samples:
-    """An observer that writes a line for each step to `file`, COLUMNS, in chunks.
+    """Observer that writes a line for each step to `file`, with COLUMNS, in chunks.
 
-    `seconds` are of the device's own clock, NaN for the first step of a chunk, which begins with an
-    idle device. MiB are those after the step; `tensors_mib` is what torch's allocator has handed
-    out, on a CPU what tensors made since the start hold. Nothing is waited for before `write`.
-    What waits for Python's collector, some KiB a step, is no growth: it is collected there.
+    `seconds` use the device's own clock, NaN for the first step of a chunk, which begins with an
+    idle device. MiB are measured after the step; `tensors_mib` is what torch's allocator has handed
+    out, or on a CPU the size of tensors made since the start. Nothing is waited for before `write`.
+    Garbage, some KiB per step, is not growth: it is collected there.
     """
 
     def __init__(self, trainer: Trainer, file: Path) -> None:
@@ -42,7 +42,7 @@ class Samples:
         self.steps: list[int] = []
         self.tensors_mib = [] if self.device.type == "cpu" else self.memory.device_mib
         gc.collect()
-        gc.freeze()  # what is there stays, and is not looked through again and again
+        gc.freeze()  # existing objects stay and are not scanned repeatedly
         self.marks = [mark(self.device)]
         file.write_text(",".join(COLUMNS) + "\n")
 
@@ -54,7 +54,7 @@ class Samples:
             self.tensors_mib.append(sum(live_cpu_storages().values()) / MIB)
 
     def write(self, guards: Guards) -> None:
-        """The lines of the steps since the last call, with what the guards know of their losses.
+        """Write the lines of the steps since the last call, with their losses from the guards.
         Waits for the device."""
         wait(self.device)
         seconds = [math.nan, *(seconds_between(*pair) for pair in pairwise(self.marks[1:]))]
@@ -72,7 +72,7 @@ class Samples:
 
     @property
     def limited_mib(self) -> float:
-        """What a guard's limit of memory is compared with, after the last step."""
+        """MiB that a guard compares with its memory limit, after the last step."""
         return (self.memory.peak_mib or self.memory.host_mib)[-1]
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Samples:
 
 
 class Leak:
-    """An observer that keeps a tensor more after every step."""
+    """Observer that keeps one more tensor after every step."""
 
     def __init__(self, mib: float, device: torch.device) -> None:
         self.mib, self.device, self.kept = mib, device, []
@@ -90,8 +90,8 @@ class Leak:
 
 
 def sum_in_a_fixed_order() -> None:
-    """So that a restarted training can be held against one that went on, bit for bit. Else torch
-    sums the gradient of an embedding on a GPU in any order, and no two trainings are alike."""
+    """Make a restarted training comparable bit for bit with one that went on. By default torch
+    sums the gradient of an embedding on a GPU in any order, so that no two trainings are equal."""
     for name, value in CUBLAS.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -99,19 +99,19 @@ def sum_in_a_fixed_order() -> None:
 
 
 def train(spec: dict) -> dict[str, Any]:
-    """Trains to step `until`, with a line a step in `folder`/samples.csv.
+    """Train to step `until`, with a line per step in `folder`/samples.csv.
 
-    spec: {"cell": TrainingSpec.to_dict(), "folder", "until"}, and as it needs them {"threads",
-    "resume": a checkpoint, "save_at": the step before which one is written, to "checkpoints",
-    "guard": texts of `--guard`, "leak_mib": a step, from PLANT_AFTER on, "over_mib": [warn, stop],
-    limits over what is held by then, "changes": of the TrainConfig}.
+    spec: {"cell": TrainingSpec.to_dict(), "folder", "until"}, and optionally {"threads", "resume":
+    a checkpoint, "save_at": the step before which one is written, to "checkpoints", "guard": texts
+    of `--guard`, "leak_mib": per step after the first PLANT_AFTER, "over_mib": [warn, stop], limits
+    above the memory held by then, "changes": of the TrainConfig}.
 
-    Gives {"steps_done", "saved": file or why not, "stop": how a guard ended it, or None,
+    Returns {"steps_done", "saved": file or why not, "stop": how a guard ended it, or None,
     "warnings", "limits_mib", "parameters", "device_name", "threads", "paths"}.
     """
     cell, folder = TrainingSpec.from_dict(spec["cell"]), Path(spec["folder"])
     guard, limits, saved, stop = list(spec.get("guard", ())), [], "", None
-    ahead = cell.device == "cuda"  # whose host must not wait for text; on a CPU it would take cores
+    ahead = cell.device == "cuda"  # its host must not wait for text; on a CPU it would take cores
     how = {"nonfinite": "stop", **spec.get("changes", {})}
     if ahead:
         sum_in_a_fixed_order()
@@ -171,8 +171,8 @@ def _steps(trainer: Trainer, until: int, samples: Samples, guards: Guards) -> No
 
 
 def under_setting(spec: dict) -> dict[str, Any]:
-    """Steps from idle to idle, under the allocator's setting that the environment has:
-    {"cell", "steps", "threads"}. Gives what `StepMeter.result` does, a value a step, and
+    """Measure steps from idle to idle, under the environment's allocator setting:
+    {"cell", "steps", "threads"}. Returns `StepMeter.result`, a value per step, and
     "losses"."""
     cell, meter, losses = TrainingSpec.from_dict(spec["cell"]), StepMeter(), []
     if cell.device == "cuda":

@@ -1,4 +1,4 @@
-"""The sentences of the soak notebook, each decided by rows and never by hand."""
+"""Claims of the soak notebook, each decided by rows and never by hand."""
 
 import math
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from nsa.workbook.claim import Claim, aim_of, verdict_of
 
 SPEED_SHARE = 0.01  # of tokens a second at the start
 LOSS_APART = 1e-3  # nats between allocator settings
-WITHIN = 1  # steps between a limit's crossing and what the guard does
-SAME_SHARE = 0.001  # of what tensors ask for
+WITHIN = 1  # steps between a limit's crossing and the guard's action
+SAME_SHARE = 0.001  # of the memory requested by tensors
 RESERVED_SHARE = 0.1
 SLOWER = 1.1  # times the usual setting's step
 EXPANDABLE = "expandable_segments:True"
 GROWS, JUMPS, SMALL = "grows", "by jumps and not by steps", "which is too little to tell"
-LOST = ("crash", "timeout", "not run")  # ends that say nothing of the training
+LOST = ("crash", "timeout", "not run")  # outcomes that say nothing about the training
 
 
 def all_claims(
     soak: Soak, planted: Part, trials: Sequence[Setting], foretold: Sequence[Foretold]
 ) -> list[Claim]:
-    """Every claim."""
+    """All claims."""
     return [
         comes_to_its_end(soak),
         *(memory_does_not_grow(soak, series) for series in table.SERIES),
@@ -39,7 +39,7 @@ def all_claims(
 
 
 def comes_to_its_end(soak: Soak) -> Claim:
-    """A process that somebody killed, or that had no time, says nothing of the training."""
+    """Claim that the soak completes; a process that was killed or had no time decides nothing."""
     sentence = f"{soak.steps} steps come to their end, with a restart before step {soak.half}"
     evidence = {"processes": [part.outcome for part in soak.parts]}
     if soak.whole:
@@ -53,8 +53,8 @@ def comes_to_its_end(soak: Soak) -> Claim:
 
 
 def memory_does_not_grow(soak: Soak, series: str) -> Claim:
-    """Grown is what rises from step to step, and by as much as counts; one of both decides nothing.
-    A single late allocation is a jump: what the slope makes of all steps is far less than it."""
+    """Claim that memory does not rise steadily and by enough to count; one alone is undecided.
+    A single late allocation is a jump, far larger than the slope times the number of steps."""
     _, words, least, exact = table.SERIES[series]
     sentence = f"{words} does not grow from step to step"
     drifts = table.memory(soak, series)
@@ -85,7 +85,7 @@ def memory_does_not_grow(soak: Soak, series: str) -> Claim:
 
 
 def _unsampled(soak: Soak, column: str) -> list[str]:
-    """The steps of the whole soak without a sample, by process."""
+    """Counts of the soak's steps without a sample, by process."""
     kept, found = (range(soak.half), range(soak.half, soak.steps)), [*soak.rows(), None, None]
     lost = []
     for name, steps, rows in zip(PROCESSES, kept, found, strict=False):
@@ -96,7 +96,7 @@ def _unsampled(soak: Soak, column: str) -> list[str]:
 
 
 def _grown(drift: table.Drift, exact: bool) -> str:
-    """What it does, "" for nothing."""
+    """Describe a drift in words, "" for no growth."""
     rises = drift.slope.low > 0
     if drift.growth >= drift.bound:
         return GROWS if rises and drift.along >= drift.bound else JUMPS
@@ -109,7 +109,7 @@ def _interval(drift: table.Drift) -> tuple[float, float, float]:
 
 
 def speed_does_not_drift(soak: Soak) -> Claim:
-    """The interval of the whole run's drift, inside the share, outside it, or across."""
+    """Claim that the run's drift interval is inside SPEED_SHARE; undecided if across."""
     sentence = f"tokens/s stay within {SPEED_SHARE:.0%} of the start"
     if not soak.on_gpu:
         return Claim.not_here(sentence, "a CPU's times say nothing about a GPU")
@@ -128,8 +128,8 @@ def speed_does_not_drift(soak: Soak) -> Claim:
 
 
 def goes_on_after_the_restart(soak: Soak) -> Claim:
-    """The process before the restart went on for some steps: what the other one must repeat, for
-    both sum in a fixed order."""
+    """Claim that the restarted process repeats the losses of the first one's steps beyond the
+    restart; both sum in a fixed order."""
     sentence = "the losses after the restart are those without it, bit for bit"
     both = table.across(soak)
     if not len(both):
@@ -143,7 +143,7 @@ def goes_on_after_the_restart(soak: Soak) -> Claim:
 
 
 def limits_stop_a_run(planted: Part) -> Claim:
-    """By the samples of the process itself, which its guard does not see."""
+    """Claim that the guard acts at its limits, by the process's own samples, unseen by it."""
     sentence = "a training that grows is warned at its first limit and stopped at its second"
     found = table.crossings(planted)
     if found is None:
@@ -165,7 +165,7 @@ def limits_stop_a_run(planted: Part) -> Claim:
 
 
 def evidence_is_kept(planted: Part) -> Claim:
-    """The checkpoint is read again, and is of the step at which the run was stopped."""
+    """Claim that evidence is kept: the checkpoint is readable and of the step of the stop."""
     sentence = "a run that a limit stopped keeps its last checkpoint, its record and its samples"
     if planted.stop is None:
         return Claim.undecided(sentence, planted.outcome)
@@ -189,7 +189,7 @@ def evidence_is_kept(planted: Part) -> Claim:
 
 
 def settings_ask_for_the_same(soak: Soak, trials: Sequence[Setting]) -> Claim:
-    """A setting moves what is reserved; what tensors ask for and what is learnt it does not."""
+    """Claim that settings change reserved memory, but neither requested memory nor losses."""
     sentence = "tensors ask for the same and losses are the same under every allocator setting"
     if (why := _why_not(soak, trials)) is not None:
         return why(sentence)
@@ -205,7 +205,7 @@ def settings_ask_for_the_same(soak: Soak, trials: Sequence[Setting]) -> Claim:
 
 
 def expandable_segments_waste_less(soak: Soak, trials: Sequence[Setting]) -> Claim:
-    """The prediction of torch's own notes."""
+    """Claim that expandable segments waste no more memory, as torch's own notes predict."""
     sentence = "expandable segments leave no more unused than the usual setting"
     if (why := _why_not(soak, trials, EXPANDABLE)) is not None:
         return why(sentence)
@@ -216,7 +216,7 @@ def expandable_segments_waste_less(soak: Soak, trials: Sequence[Setting]) -> Cla
 
 
 def no_setting_is_slow(soak: Soak, trials: Sequence[Setting]) -> Claim:
-    """Of trials of one turn, so that a slow machine is in both."""
+    """Claim that no setting is slow, by trials of one turn, so that a slow machine affects both."""
     sentence = f"no allocator setting takes more than {SLOWER} times the usual setting's step"
     if (why := _why_not(soak, trials)) is not None:
         return why(sentence)
@@ -235,7 +235,7 @@ def no_setting_is_slow(soak: Soak, trials: Sequence[Setting]) -> Claim:
 def reserved_is_foretold(
     soak: Soak, trials: Sequence[Setting], foretold: Sequence[Foretold]
 ) -> Claim:
-    """Of every setting, by the model of the allocator, which saw no GPU."""
+    """Claim that the allocator model, without a GPU, estimates every setting's reserved memory."""
     sentence = f"what every setting reserves is foretold to {RESERVED_SHARE:.0%}"
     if (why := _why_not(soak, trials)) is not None:
         return why(sentence)
@@ -266,7 +266,7 @@ def _names(trials: Sequence[Setting]) -> list[str]:
 
 
 def _why_not(soak: Soak, trials: Sequence[Setting], *needed: str):
-    """What makes a claim of a sentence that these trials cannot decide; None where they can."""
+    """Return a maker of claims for sentences that these trials cannot decide; None if they can."""
     if not soak.on_gpu:
         return lambda text: Claim.not_here(text, "an allocator's settings act on a GPU alone")
     if not trials or any(name not in _names(trials) for name in needed):

@@ -1,4 +1,4 @@
-"""The figures of the soak notebook, in the looks of all others."""
+"""Figures of the soak notebook, in the common style."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -15,10 +15,10 @@ SHORT = {"tensors": "tensors", "reserved": "reserved", "host": "process, RAM"}
 
 
 def over_steps(soak: Soak, note: str):
-    """Memory above its level at the start of each process, and tokens a second, over steps."""
+    """Plot memory above its level at the start of each process, and tokens/s, over steps."""
     with looks.figure(2, 3.4) as (fig, (left, right)):
         spans = [_memory(left, soak, name, PALETTE[n]) for n, name in enumerate(table.SERIES)]
-        reach = 1.5 * max(1.0, *spans)  # of what is settled: a warm-up may lie below
+        reach = 1.5 * max(1.0, *spans)  # range of settled steps: a warm-up may lie below
         left.set(xlabel="step", ylabel="MiB above the first settled steps", ylim=(-reach, reach))
         looks.title(left, "Memory after each step")
         x, y = table.tokens_s(soak)
@@ -41,7 +41,7 @@ def over_steps(soak: Soak, note: str):
 
 
 def _memory(axes, soak: Soak, name: str, colour: str) -> float:
-    """How far the settled values of a process lie from its level at the start, at most."""
+    """Plot a memory series; return the largest deviation of settled values from its start."""
     column, furthest = table.SERIES[name][0], 0.0
     for number, (rows, drift) in enumerate(
         zip(soak.rows(), table.memory(soak, name), strict=False)
@@ -56,7 +56,7 @@ def _memory(axes, soak: Soak, name: str, colour: str) -> float:
 
 
 def _fan(axes, x, y, slope: Slope, scale: float, colour: str) -> None:
-    """The line through the medians, and those of the interval's ends."""
+    """Draw the line through the medians, and the band between the interval's slopes."""
     if len(x) < 2 or not np.isfinite(slope.value):
         return
     at, level = np.median(x), np.median(y)
@@ -67,7 +67,7 @@ def _fan(axes, x, y, slope: Slope, scale: float, colour: str) -> None:
 
 
 def restart_and_limits(soak: Soak, planted: Part):
-    """Losses around the restart, and the memory of a training that grows under its limits."""
+    """Plot losses around the restart, and the memory of a training that grows to its limits."""
     with looks.figure(2, 3.2) as (fig, (left, right)):
         shown = range(max(0, soak.half - 2 * soak.overlap), soak.half + 2 * soak.overlap)
         names = ("without a restart", "after the restart")
@@ -99,8 +99,8 @@ def restart_and_limits(soak: Soak, planted: Part):
 
 
 def settings(trials: Sequence[Setting], note: str, foretold: Sequence[Foretold] = ()):
-    """Reserved, allocated and what is between them, a group of bars a setting, and a step's time
-    beside the usual setting's; without trials what was foretold."""
+    """Plot reserved, allocated and the difference, a group of bars per setting, and a step's time
+    relative to the usual setting; without trials, the estimates."""
     if not any(trial.steps("reserved") for trial in trials):
         if not any(np.isfinite(one.reserved) for one in foretold):
             return looks.nothing("An allocator's settings act on a GPU alone; none is here.")
@@ -141,7 +141,7 @@ def settings(trials: Sequence[Setting], note: str, foretold: Sequence[Foretold] 
 
 
 def _bars(axes, names: Sequence[str], mib: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """Where the bars of each kind stand."""
+    """Draw bars of each kind; return their positions."""
     width, places = 0.8 / len(mib), {}
     for number, (of, values) in enumerate(mib.items()):
         places[of] = np.arange(len(names)) + (number - (len(mib) - 1) / 2) * width

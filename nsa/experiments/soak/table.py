@@ -1,7 +1,7 @@
-"""What a soak's rows say: drifts with their intervals, losses across the restart, limits, settings.
+"""Tables of a soak: drifts with their intervals, losses across the restart, limits, settings.
 
-Settled are the steps of a process after its first tenth, and after its first LEFT_OUT steps:
-kernels are compiled there, AdamW's state is made, and allocators find their sizes.
+Settled steps are those of a process after its first tenth and its first LEFT_OUT steps, in which
+kernels are compiled, AdamW's state is made, and allocators find their sizes.
 """
 
 import math
@@ -16,11 +16,11 @@ from nsa.experiments.soak.trials import USUAL, Foretold, Part, Setting, Soak, to
 from nsa.workbook.scaling import Ratio, Slope, paired_ratio, robust_slope
 
 LEFT_OUT = 20
-BLOCK = 20  # steps whose median is one point of tokens a second
-LEAST_MIB, LEAST_SHARE = 1.0, 0.001  # growth of memory below the larger of these is none
-# Column, what it is, the settled steps of a process below which a slope tells nothing, and whether
-# every byte is counted. What a process holds in RAM comes and goes by pages, and a level stays for
-# many steps: its interval is too narrow, and only what adds up is told from nothing.
+BLOCK = 20  # steps per point of tokens/s, a median
+LEAST_MIB, LEAST_SHARE = 1.0, 0.001  # memory growth below the larger of these is ignored
+# Column, description, the fewest settled steps for a meaningful slope, and True if every byte is
+# counted. A process's RAM changes by pages, and a level stays for many steps: its interval is too
+# narrow, and only accumulated growth is significant.
 SERIES = {
     "tensors": ("tensors_mib", "what tensors hold", 10, True),
     "reserved": ("reserved_mib", "what the allocator took from the device", 10, True),
@@ -31,8 +31,8 @@ OF_SETTINGS = ("requested", "allocated", "reserved", "fragmentation", "inactive_
 
 @dataclass(frozen=True)
 class Drift:
-    """How a series moves over settled steps: its slope a step, its level at the start, how many
-    steps these are, and by how much its last tenth lies above its first."""
+    """Drift of a series over settled steps: its slope per step, its initial level, the number of
+    steps, and the growth from its first tenth to its last."""
 
     slope: Slope
     level: float
@@ -41,22 +41,22 @@ class Drift:
 
     @property
     def along(self) -> float:
-        """What the slope makes of all these steps."""
+        """Slope times the number of steps."""
         return self.slope.value * self.steps
 
     @property
     def bound(self) -> float:
-        """MiB of growth that count as some."""
+        """Smallest growth in MiB that counts."""
         return max(LEAST_MIB, LEAST_SHARE * self.level)
 
 
 def settled(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """A process's rows without its warm-up."""
+    """Rows of a process without its warm-up."""
     return rows.iloc[max(LEFT_OUT, len(rows) // 10) :]
 
 
 def memory(soak: Soak, series: str) -> list[Drift]:
-    """The drift of one of SERIES in each process, without those that sampled nothing."""
+    """Drift of one of SERIES in each process, without those that have no samples."""
     column, found = SERIES[series][0], []
     for rows in map(settled, soak.rows()):
         if rows[column].notna().any():
@@ -67,13 +67,13 @@ def memory(soak: Soak, series: str) -> list[Drift]:
 
 
 def _ends(values: np.ndarray) -> tuple[float, float]:
-    """Medians of the first and the last tenth, which a peak now and then does not move."""
+    """Medians of the first and the last tenth, robust to occasional peaks."""
     width = max(1, len(values) // 10)
     return float(np.nanmedian(values[:width])), float(np.nanmedian(values[-width:]))
 
 
 def tokens_s(soak: Soak) -> tuple[np.ndarray, np.ndarray]:
-    """(step, tokens a second): the median of each BLOCK of settled steps, of both processes."""
+    """Return (step, tokens/s): the median of each BLOCK of settled steps, of both processes."""
     tokens, x, y = soak.cell.batch * soak.cell.tokens, [], []
     for rows in soak.rows():
         rows = settled(rows)
@@ -85,7 +85,7 @@ def tokens_s(soak: Soak) -> tuple[np.ndarray, np.ndarray]:
 
 
 def speed(soak: Soak) -> Drift | None:
-    """The drift of tokens a second, both processes being one series; None below three blocks."""
+    """Drift of tokens/s, with both processes as one series; None below three blocks."""
     x, y = tokens_s(soak)
     if len(x) < 3:
         return None
@@ -94,7 +94,7 @@ def speed(soak: Soak) -> Drift | None:
 
 
 def speed_share(drift: Drift) -> tuple[float, float, float]:
-    """The drift over the whole run as a share of the start, with its interval."""
+    """Drift over the whole run as a fraction of the start, with its interval."""
     slope, over = drift.slope, drift.steps / drift.level
     return slope.value * over, slope.low * over, slope.high * over
 
@@ -110,7 +110,7 @@ def across(soak: Soak) -> pandas.DataFrame:
 
 
 def parts(soak: Soak) -> pandas.DataFrame:
-    """A line for each process."""
+    """Table with a row per process."""
     lines = []
     for part in soak.parts:
         rows, result = part.rows, part.result
@@ -124,8 +124,8 @@ def parts(soak: Soak) -> pandas.DataFrame:
 
 
 def drifts(soak: Soak) -> pandas.DataFrame:
-    """A line a series and process: its level, slope over 1000 steps with its interval, growth, and
-    from where on that counts. Tokens a second are left out on a CPU, whose times say nothing."""
+    """Table with a row per series and process: level, slope over 1000 steps with its interval,
+    growth, and the bound above which it counts. Tokens/s are omitted on a CPU."""
     lines = {}
     for name, (_, words, *_) in SERIES.items():
         for drift, part in zip(memory(soak, name), soak.parts, strict=False):
@@ -150,8 +150,8 @@ def _line(drift: Drift) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Crossed:
-    """When a training that grows crossed a limit, by its own samples, and when its guard spoke;
-    None for never."""
+    """Steps at which a growing training crossed a limit, by its own samples, and at which its guard
+    acted; None for never."""
 
     limit_mib: float
     sampled: int | None
@@ -159,7 +159,7 @@ class Crossed:
 
 
 def crossings(part: Part) -> tuple[Crossed, Crossed] | None:
-    """Of the limit that warns and of the one that stops; None where it never got so far."""
+    """Crossings of the warning and the stopping limit; None if no limits were set yet."""
     limits = part.result.get("limits_mib")
     if not limits:
         return None
@@ -175,7 +175,7 @@ def crossings(part: Part) -> tuple[Crossed, Crossed] | None:
 
 
 def middle(trials: Sequence[Setting], name: str, of: str) -> float:
-    """The median over turns: of "seconds" of a trial's median, of MiB of its highest step."""
+    """Median over turns: of "seconds", of each trial's median; of MiB, of its highest step."""
     found = [_one(trial, of) for trial in trials if trial.name == name]
     found = [value for value in found if math.isfinite(value)]
     return statistics.median(found) if found else math.nan
@@ -189,7 +189,7 @@ def _one(trial: Setting, of: str) -> float:
 
 
 def times_usual(trials: Sequence[Setting], name: str) -> Ratio | None:
-    """A step's time in units of the usual setting's, of trials of one turn; None without a pair."""
+    """Step time relative to the usual setting, paired by turn; None without a pair."""
     turns = {(t.name, t.turn): _one(t, "seconds") for t in trials}
     pairs = [
         (turns[USUAL, turn], value)
@@ -200,8 +200,8 @@ def times_usual(trials: Sequence[Setting], name: str) -> Ratio | None:
 
 
 def settings(trials: Sequence[Setting], foretold: Sequence[Foretold] = ()) -> pandas.DataFrame:
-    """A line a setting: MiB at the highest settled step, what was foretold of it, and a step's time
-    beside the usual setting's. What nobody measured or foretold has no column."""
+    """Table with a row per setting: MiB at the highest settled step, the estimates, and step time
+    relative to the usual setting. Columns without any value are dropped."""
     lines, said = {}, {one.name: one for one in foretold}
     for name in dict.fromkeys([*(trial.name for trial in trials), *said]):
         line = {f"{of.replace('_', ' ')}, MiB": middle(trials, name, of) for of in OF_SETTINGS}
@@ -220,7 +220,7 @@ def settings(trials: Sequence[Setting], foretold: Sequence[Foretold] = ()) -> pa
 
 
 def facts(soak: Soak, planted: Part) -> list[str]:
-    """Lines that are the same on every machine, for the same parameters."""
+    """Machine-independent lines, for the same parameters."""
     counted = ", ".join(f"{len(part.rows)} steps" for part in soak.parts)
     lines = [f"processes: {[part.outcome.partition(':')[0] for part in soak.parts]}, {counted}"]
     lines.append(f"parameters: {soak.parts[0].result.get('parameters')}")
@@ -232,8 +232,8 @@ def facts(soak: Soak, planted: Part) -> list[str]:
 
 
 def to_metrics(soak: Soak, planted: Part, trials: Sequence[Setting]) -> list[dict]:
-    """Rows for metrics.csv: "memory" and "tokens_per_second" over steps, in at most 50 windows a
-    process, their drifts, and what each setting held."""
+    """Rows for metrics.csv: "memory" and "tokens_per_second" over steps, in at most 50 windows per
+    process, their drifts, and the memory of each setting."""
     cell = soak.cell
     base = {"operation": "training_step", "backend": cell.backend, "device": cell.device}
     config = {"preset": cell.preset, "layers": cell.config().layers, "tokens": cell.tokens}

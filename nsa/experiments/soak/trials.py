@@ -1,4 +1,4 @@
-"""A soak in two processes, a training that is to grow, and allocator settings, each supervised."""
+"""Run a soak in two processes, a growing training, and allocator settings, each supervised."""
 
 import csv
 import json
@@ -26,22 +26,22 @@ ALLOCATOR = TRAINING["allocator"]
 VARIABLES = ALLOCATOR.env("any:1").keys()
 LEAST_STEPS = 4  # of a soak: two processes of two steps
 SETTLED = 5  # steps of a setting's trial that are not counted
-USUAL = ""  # the allocator's setting of who sets nothing
+USUAL = ""  # no allocator setting
 PROCESSES = ("before the restart", "after the restart")
-# A process's samples, a line a step.
+# A process's samples, one line per step.
 FILE = "samples.csv"
 COLUMNS = (
     "step", "seconds", "tensors_mib", "reserved_mib", "peak_mib", "host_mib", "loss", "grad_norm",
 )  # fmt: skip
-PLANT_AFTER = 10  # steps of a training that is to grow, before it does
+PLANT_AFTER = 10  # steps before a growing training grows
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process: what it was to do, how it ended, and a row for each step that it wrote down.
+    """One process: its spec, how it ended, and a row for each step that it recorded.
 
-    `rows` have the columns of COLUMNS, also of a process that was killed.
+    `rows` have the columns of COLUMNS, even for a process that was killed.
     """
 
     spec: dict[str, Any]
@@ -50,29 +50,29 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Which process of a soak it is."""
+        """Name of the process within a soak."""
         return "after the restart" if self.spec.get("resume") else "before the restart"
 
     @property
     def result(self) -> dict[str, Any]:
-        """What `child.train` gave, {} where it did not end well."""
+        """Result of `child.train`, {} if it failed."""
         return self.ended.result or {}
 
     @property
     def stop(self) -> dict[str, Any] | None:
-        """How a guard ended it, or None."""
+        """Record of the guard that ended it, or None."""
         return self.result.get("stop")
 
     @property
     def saved(self) -> Path | None:
-        """The checkpoint that it left, or None."""
+        """Checkpoint that it left, or None."""
         name = self.result.get("saved", "")
         found = Path(self.spec["checkpoints"]).parent / name
         return found if name.endswith(".pt") and found.is_file() else None
 
     @property
     def outcome(self) -> str:
-        """In a word or a sentence: "ok", how the process ended, or what a guard said."""
+        """Outcome in words: "ok", how the process ended, or the guard's message."""
         if self.ended.status != "ok":
             return f"{self.ended.status}: {self.ended.message}"
         return f"stopped, {self.stop['reason']}: {self.stop['message']}" if self.stop else "ok"
@@ -80,7 +80,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Soak:
-    """A training of `steps` steps with a restart at half of them: the process before it goes on for
+    """Training of `steps` steps with a restart at half of them. The process before it goes on for
     `overlap` steps, so that the one after it can be compared with a training without a restart."""
 
     cell: TrainingSpec
@@ -103,12 +103,12 @@ class Soak:
 
     @property
     def half(self) -> int:
-        """The step before which the training is restarted."""
+        """Step before which the training is restarted."""
         return self.steps // 2
 
     @property
     def guard(self) -> list[str]:
-        """As `nsa train --guard` takes it."""
+        """Arguments of `nsa train --guard`."""
         warn, stop = self.limits_gib
         return [f"memory={warn:.4f}GiB:warn,{stop:.4f}GiB:stop"]
 
@@ -118,11 +118,11 @@ class Soak:
 
     @property
     def whole(self) -> bool:
-        """Whether both processes came to their ends."""
+        """True if both processes completed."""
         return len(self.parts) == 2 and all(part.outcome == "ok" for part in self.parts)
 
     def rows(self) -> list[pandas.DataFrame]:
-        """Those of each process, without the overlap."""
+        """Rows of each process, without the overlap."""
         kept = (slice(None, self.half), slice(self.half, None))
         found = zip(self.parts, kept, strict=False)
         return [part.rows.loc[part.rows["step"].isin(range(self.steps)[k])] for part, k in found]
@@ -138,10 +138,10 @@ def soak(
     entry: str = ENTRY,
     **options: Any,
 ) -> Soak:
-    """Trains in two processes, the second from the file that the first wrote.
+    """Train in two processes, the second from the checkpoint that the first wrote.
 
-    Checkpoints are kept in `folder` where it did not come to its end. options: deadline_s of each
-    process, threads and progress. ValueError for what could not be run, before anything runs.
+    Checkpoints are kept in `folder` if it did not complete. options: deadline_s of each process,
+    threads and progress. Raises ValueError for what cannot be run, before anything runs.
     """
     found = Soak(cell, steps, overlap, limits_gib)
     shared = {"cell": cell.to_dict(), "guard": found.guard}
@@ -168,8 +168,8 @@ def growing(
     entry: str = ENTRY,
     **options: Any,
 ) -> Part:
-    """A training that keeps a tensor of so many MiB more after each step, under limits that stand
-    `over_mib` (warn, stop) above what it holds after its first PLANT_AFTER steps."""
+    """Run a training that leaks a tensor of `leak_mib` MiB in each step, under limits `over_mib`
+    (warn, stop) above its memory after the first PLANT_AFTER steps."""
     place = str(Path(folder).resolve() / "checkpoints")
     spec = {"cell": cell.to_dict(), "checkpoints": place, "leak_mib": leak_mib}
     spec |= {"over_mib": list(over_mib), "until": until(leak_mib, over_mib)}
@@ -177,8 +177,8 @@ def growing(
 
 
 def until(leak_mib: float, over_mib: Sequence[float]) -> int:
-    """The step at which a training that grows ends if nothing stops it: twice what that takes.
-    ValueError for limits that do not grow, or a leak that never reaches them."""
+    """Step at which a growing training ends if nothing stops it: about twice as many as needed.
+    ValueError for limits that do not increase, or a leak that never reaches them."""
     if len(over_mib) != 2 or not 0 < over_mib[0] < over_mib[1] or not leak_mib > 0:
         raise ValueError(
             f"over_mib={list(over_mib)} and leak_mib={leak_mib} must be above 0, a limit to warn "
@@ -197,7 +197,7 @@ def part(
     threads: int | None = None,
     progress: bool = True,
 ) -> Part:
-    """Runs `child.train` in a process of its own; whatever becomes of it, its rows are read."""
+    """Run `child.train` in a separate process; its rows are read however it ends."""
     place = Path(folder).resolve() / name.replace(" ", "-")
     spec = spec | {"folder": str(place), "threads": threads}
     [ended] = sweep.measure(
@@ -213,18 +213,18 @@ def part(
 
 
 def read(file: Path) -> pandas.DataFrame:
-    """The rows that a process wrote; a line that it did not finish is left out."""
+    """Read the rows that a process wrote; an unfinished line is dropped."""
     lines = [] if not file.is_file() else file.read_text(encoding="utf-8").split("\n")[1:-1]
     rows = [[float(value) for value in row] for row in csv.reader(lines)]
     return pandas.DataFrame(rows, columns=list(COLUMNS)).astype({"step": int})
 
 
 def stored(folder: str | Path, steps: int, overlap: int) -> Soak:
-    """The soak of a run's folder, as far as its processes came: by their specs, samples and results
-    below `trials/soak`, or below `trials` where only what is committed is there. One that left no
+    """Load the soak of a run's folder, as far as it got: its processes' specs, samples and results
+    below `trials/soak`, or below `trials` if only committed files are there. A process without a
     result was ended from outside ("not run"), whatever it had sampled by then.
 
-    Raises FileNotFoundError where no process of a soak left its spec there.
+    Raises FileNotFoundError if no process of a soak left its spec there.
     """
     parts, whole = [], Path(folder) / "trials/soak"
     for name in (one.replace(" ", "-") for one in PROCESSES):
@@ -244,14 +244,14 @@ def stored(folder: str | Path, steps: int, overlap: int) -> Soak:
 
 @dataclass(frozen=True)
 class Setting:
-    """One trial of an allocator's setting: MiB and seconds a step, {} where it did not end well."""
+    """One trial of an allocator setting: MiB and seconds per step, empty if it failed."""
 
     name: str
     turn: int
     ended: Outcome
 
     def steps(self, of: str) -> list[float]:
-        """Values of the settled steps of "seconds", "requested", "allocated", "reserved",
+        """Values of the settled steps for "seconds", "requested", "allocated", "reserved",
         "fragmentation", "inactive_split"."""
         return (self.ended.result or {}).get(of, [])[SETTLED:]
 
@@ -261,7 +261,7 @@ class Setting:
 
 
 def check_settings(names: Sequence[str], steps: int) -> None:
-    """ValueError for a setting that torch's allocator would not read, the usual one missing from
+    """Raise ValueError for a setting that torch's allocator cannot read, the usual one missing from
     several, or too few steps."""
     for name in names:
         ALLOCATOR.check(name)
@@ -284,7 +284,7 @@ def settings(
     entry: str = SETTING_ENTRY,
     **options: Any,
 ) -> list[Setting]:
-    """The same training under each setting, A B C, A B C: what slows the machine meets all alike.
+    """Run the same training under each setting, interleaved as A B C, A B C: drift affects all.
     torch reads the setting once, so each trial is a process. options: of `sweep.measure`."""
     check_settings(names, steps)
     trials = [(name, turn) for turn in range(repeats) for name in names]
@@ -304,8 +304,8 @@ def settings(
 
 @dataclass(frozen=True)
 class Foretold:
-    """What the estimate says of a setting: MiB at a step's peak, NaN with the reason where it does
-    not know."""
+    """Estimate for a setting: MiB at a step's peak, NaN with the reason if there is no
+    estimate."""
 
     name: str
     allocated: float
@@ -314,14 +314,14 @@ class Foretold:
 
 
 def without_a_gpu() -> TrainingSpec:
-    """What is foretold where nothing can be measured: large enough for segments to matter."""
+    """Training to estimate if nothing can be measured: large enough for segments to matter."""
     how = {"backend": "gather", "precision": "bf16", "checkpoint": "all"}
     return TrainingSpec("production", 512, layers=2, **how)
 
 
 def foretell(cell: TrainingSpec, names: Sequence[str], gpu: str) -> list[Foretold]:
-    """What CUDA's allocator would hold under each setting in a later step of this training on that
-    GPU: the step is traced once without a device, and the allocator is modelled."""
+    """Estimate what CUDA's allocator would hold under each setting in a later step of this training
+    on that GPU: the step is traced once without a device, and the allocator is modelled."""
     from nsa.lab.estimate.alloc_conf import Settings
     from nsa.lab.estimate.pretend import gpu_named
     from nsa.lab.estimate.reserved import replay
@@ -347,18 +347,18 @@ def foretell(cell: TrainingSpec, names: Sequence[str], gpu: str) -> list[Foretol
 
 
 def told(setting: str) -> str:
-    """A setting in words."""
+    """Name of a setting."""
     return setting or "usual"
 
 
 def _under(entry: str, spec: dict, *, env: Mapping[str, str], **options: Any) -> Outcome:
-    """One trial; where this process has a setting of its own, the usual one is an empty text."""
+    """Run one trial; clears this process's own allocator settings for the usual one."""
     own = dict.fromkeys(VARIABLES & os.environ.keys(), "")
     return run_child(entry, spec, env={**env, **own, **ALLOCATOR.env(spec["setting"])}, **options)
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for notebook parameters that cannot be run."""
     limits = values["warn_gib"], values["stop_gib"]
     Soak(cell_of(values, "cpu"), values["steps"], values["overlap"], limits)
     until(values["leak_mib"], values["over_mib"])
@@ -366,7 +366,7 @@ def check_parameters(values: Mapping[str, Any]) -> None:
 
 
 def cell_of(values: Mapping[str, Any], where: str) -> TrainingSpec:
-    """The training that a notebook's parameters mean, on "cpu" or "cuda"."""
+    """Training of a notebook's parameters, on "cpu" or "cuda"."""
     names = ("preset", "backend", "tokens", "batch", "precision", "checkpoint", "data", "seed")
     same = {name: values[name] for name in names}
     return TrainingSpec(**same, layers=values["layers"] or None, device=where)

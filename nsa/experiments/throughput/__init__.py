@@ -1,1 +1,1 @@
-"""How fast does the model train, and where does a step's time go?"""
+"""Training speed of the model, and how a step's time is spent."""

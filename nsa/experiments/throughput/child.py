@@ -1,5 +1,5 @@
-"""What runs in a child process: steps that nobody watches and then steps that are watched, a curve
-of losses, or one step under torch.profiler."""
+"""Child processes: unobserved steps followed by observed steps, a loss curve, or one step under
+torch.profiler."""
 
 import contextlib
 import io
@@ -42,8 +42,8 @@ STEP = "nsa training step"  # its mark in a profile
 
 
 def measure_rank(spec: dict) -> dict:
-    """`Measured` by one rank: {"cell": TrainCell.to_dict(), "threads": int or None}. Where the
-    backend does not take the model, it is {"declined": why}."""
+    """Measure one rank: {"cell": TrainCell.to_dict(), "threads": int or None} -> `Measured`. If
+    the backend declines the model, the result is {"declined": why}."""
     cell = TrainCell.from_dict(spec["cell"])
     with cell.opened(spec.get("threads")) as trainer, _noted(trainer):
         try:
@@ -68,8 +68,8 @@ def measure_rank(spec: dict) -> dict:
 
 
 def train(spec: dict) -> dict:
-    """{"losses", "device_mib", "host_mib"} of one seed, each a list with a number a step, or
-    {"declined": why}; of {"cell": TrainCell.to_dict(), "seed": int, "threads": int or None}."""
+    """Train {"cell": TrainCell.to_dict(), "seed": int, "threads": int or None}; return {"losses",
+    "device_mib", "host_mib"}, each a list with a number per step, or {"declined": why}."""
     cell = TrainCell.from_dict(spec["cell"])
     warmup = min(10, max(1, cell.steps // 10))
     changes = {"steps": cell.steps, "schedule": "cosine", "warmup_steps": warmup}
@@ -84,9 +84,9 @@ def train(spec: dict) -> dict:
 
 
 def profile_cell(spec: dict) -> dict[str, Any]:
-    """The step after the warm-up: {"cell": TrainCell.to_dict(), "threads": int or None}.
+    """Profile the step after the warm-up: {"cell": TrainCell.to_dict(), "threads": int or None}.
 
-    What it gives is `kernels.of_step`'s.
+    Returns the result of `kernels.of_step`.
     """
     cell = TrainCell.from_dict(spec["cell"])
     with cell.opened(spec.get("threads")) as trainer:
@@ -102,14 +102,14 @@ def profile_cell(spec: dict) -> dict[str, Any]:
 
 
 def warmup_of(trainer: Trainer, cell: TrainCell) -> int:
-    """Steps before those that count; a CUDA graph is captured and replayed among them."""
+    """Number of warm-up steps, including the capture and first replay of a CUDA graph."""
     if not cell.cuda_graph:
         return cell.warmup
     return max(cell.warmup, warmup_steps(trainer.parallel)) + CAPTURED
 
 
 def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Steps that nobody watches, from idle to idle."""
+    """Time unobserved steps, from idle to idle."""
     device, first = trainer.device, trainer.steps_done
     if device.type == "cuda" and not trainer.config.cuda_graph:
         torch.cuda.reset_peak_memory_stats(device)
@@ -155,7 +155,7 @@ def _by_phase(trainer: Trainer) -> dict[str, float]:
 
 
 def _cpu_peak(trainer: Trainer) -> float:
-    """What torch's allocator holds at most in one step, in MiB."""
+    """Peak MiB held by torch's allocator in one step."""
     recorder = recorder_for("cpu", dict)
     with recorder, _changed(trainer, "observers", (*trainer.observers, recorder)):
         trainer.step(trainer.steps_done)
@@ -177,13 +177,13 @@ def _facts(trainer: Trainer, cell: TrainCell) -> dict[str, Any]:
 
 
 def _observing(trainer: Trainer) -> dict[str, float]:
-    """{"watched_ms", "unwatched_ms", "watched_times"} of a step, with all observers and with none.
+    """Measure {"watched_ms", "unwatched_ms", "watched_times"} of a step with all observers or none.
 
-    As in a long run, the heartbeat, times by phase and losses are of every step, gradients' arrival
-    and the modules' order of every tenth, and so, five times as often as there, the attention's
-    statistics.
+    As in a long run, the heartbeat, times by phase and losses cover every step, gradient arrival
+    and module order every tenth. Attention statistics also cover every tenth, five times as often
+    as in a long run.
     """
-    # An observer that samples looks at one step of each turn. Only a GPU's cost is judged.
+    # A sampling observer samples one step of each turn. Only the cost on a GPU is judged.
     rounds = 5 if trainer.device.type == "cuda" else 2
     found = interleaved(trainer, lambda: _all_observers(trainer), rounds=rounds, steps=SAMPLED)
     watched = {"watched_ms": found.watched_ms, "watched_times": found.ratio}
@@ -191,21 +191,21 @@ def _observing(trainer: Trainer) -> dict[str, float]:
 
 
 def communication_ms(trainer: Trainer) -> float:
-    """ms that a step under DDP takes longer than one whose gradients stay on their rank. Both are
-    interleaved, see `interleaved`. Less than 0 where it is smaller than what else differs between
+    """Extra ms of a step under DDP over one whose gradients stay on their rank. Both run
+    interleaved, see `interleaved`. Negative if it is smaller than other differences between
     two turns. The ranks' weights differ afterwards; every rank must call it."""
     found = interleaved(trainer, lambda: unsynced(trainer), rounds=ROUNDS, steps=TURN, wall=True)
     return found.plain_ms * (1 - found.ratio)
 
 
 def unsynced(trainer: Trainer) -> contextlib.AbstractContextManager:
-    """The trainer's steps inside send no gradient."""
+    """Context in which the trainer's steps send no gradients."""
     kept = {f.name: getattr(trainer.parallel, f.name) for f in fields(Parallel) if f.init}
     return _changed(trainer, "parallel", _Unsynced(**kept))
 
 
 class _Unsynced(Parallel):
-    """None of its micro-batches is the last."""
+    """Parallel for which no micro-batch is the last."""
 
     def micro(self, wrapped, last: bool):
         return super().micro(wrapped, False)
@@ -233,7 +233,7 @@ def _all_observers(trainer: Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _changed(trainer: Trainer, name: str, value: Any) -> Iterator[None]:
-    """The steps inside are taken with another value of this attribute of the trainer."""
+    """Context in which this attribute of the trainer has another value."""
     before = getattr(trainer, name)
     setattr(trainer, name, value)
     try:

@@ -1,6 +1,6 @@
-"""The sentences of the throughput notebook, each decided by rows and never by hand.
+"""Claims of the throughput notebook, each decided by rows and never by hand.
 
-Aims are what the 12-layer production model in bf16 is meant to reach on an H200.
+Aims are targets of the 12-layer production model in bf16 on an H200.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +14,9 @@ from nsa.workbook import metrics
 from nsa.workbook.claim import Claim, aim_of, different_programs, verdict_of
 
 METER = 0.01
-FLAT_STEPS = 100  # fewer tell growth from the first steps' settling badly
+FLAT_STEPS = 100  # fewer steps confuse growth with the settling of the first steps
 FLAT_SHARE = 0.01
-POOLED = 0.1  # of a curve's steps, around the one whose seeds' spread is asked for
+POOLED = 0.1  # of a curve's steps, around the one whose seeds' spread is computed
 
 AIMED, OURS = "production, 12 layers, bf16", "triton"
 TOKENS_S = 250_000
@@ -32,7 +32,7 @@ LOSS_SHARE = 0.02
 def all_claims(
     df: pandas.DataFrame, rows: Sequence[dict], lessons: Sequence[dict] = ()
 ) -> list[Claim]:
-    """What must hold in any run, with the rows of its trials and of correctness.lessons."""
+    """Claims that must hold in any run, from rows of its trials and of correctness.lessons."""
     return [
         nothing_broke(df),
         the_meter_is_right(df),
@@ -46,13 +46,13 @@ def all_claims(
 
 
 def aims(df: pandas.DataFrame) -> list[Claim]:
-    """Each aim with what was measured; NOT APPLICABLE where this run or machine cannot tell."""
+    """Aims with their measurements; NOT APPLICABLE if this run or machine cannot decide."""
     of_speed = (is_fast, is_near_the_twin, beats_the_twin_when_long, two_ranks_pay)
     return [aim(df) for aim in (*of_speed, watching_costs_little, learns_as_the_twin)]
 
 
 def nothing_broke(df: pandas.DataFrame) -> Claim:
-    """Out of memory, declined and not run are values; an exception, a crash or a hang is not."""
+    """Claim that no cell broke: OOM, declined and not run are valid, error, crash and hang not."""
     rows = table.cells(df)
     bad = rows[rows["outcome"].isin(["error", "crash", "timeout"])]
     sentence = f"each of {len(rows)} training cells ran or said why it does not"
@@ -67,7 +67,7 @@ def nothing_broke(df: pandas.DataFrame) -> Claim:
 
 
 def the_meter_is_right(df: pandas.DataFrame) -> Claim:
-    """The case study's meter said 66 where its own seconds made 13.2."""
+    """Claim that two clocks agree; the case study's meter read 66 where its seconds gave 13.2."""
     step, recount = (table.at_points(df, "tokens_per_second", m) for m in ("step", "recount"))
     off = (step / recount - 1).abs().dropna()
     sentence = f"tokens/s by the steps' clock and by the wall's agree to {METER:.0%}"
@@ -82,7 +82,7 @@ def the_meter_is_right(df: pandas.DataFrame) -> Claim:
 
 
 def programs_are_different(rows: Sequence[dict]) -> Claim:
-    """The path witnesses of NSA's backends and of the dense twin."""
+    """Claim that path witnesses of NSA's backends and the dense baseline differ."""
     served = {row["name"]: tuple(sorted((b, *p) for b, p in row["paths"].items()))
               for row in rows if row["outcome"] == "ok" and row["paths"]}  # fmt: skip
     planned = {row["name"]: row["outcome"] for row in rows}
@@ -90,13 +90,13 @@ def programs_are_different(rows: Sequence[dict]) -> Claim:
 
 
 def nothing_is_compiled_late(df: pandas.DataFrame) -> Claim:
-    """Graphs of torch.compile and kernels of Triton, in the timed steps."""
+    """Claim that no torch.compile graph or Triton kernel is compiled in the timed steps."""
     return _none_of(df, "recompilations", "nothing is compiled after step 2", "it was in",
                     ": nothing was measured")  # fmt: skip
 
 
 def no_step_waits_for_the_device(df: pandas.DataFrame) -> Claim:
-    """A host that waits cannot launch ahead."""
+    """Claim that no step waits for the device: a host that waits cannot launch ahead."""
     sentence = "the host waits for the device in no step"
     if table.on_cpu(df):
         return Claim.not_here(sentence, "no step was to run on a GPU")
@@ -104,7 +104,7 @@ def no_step_waits_for_the_device(df: pandas.DataFrame) -> Claim:
 
 
 def memory_is_flat(df: pandas.DataFrame) -> Claim:
-    """Unless the slope's 95 % interval is above 0 and all steps together add more than 1 %."""
+    """Claim that memory is flat: not both a slope's 95 % interval above 0 and growth over 1 %."""
     sentence = f"memory, the device's and the host's, grows by at most {FLAT_SHARE:.0%} in a run"
     found, grown, lost = {}, [], []
     keys = ["mode", "model", "backend", "variant"]
@@ -136,9 +136,9 @@ def memory_is_flat(df: pandas.DataFrame) -> Claim:
 
 
 def backends_learn_alike(df: pandas.DataFrame) -> Claim:
-    """Backends on the same batches from the same weights, against what other weights change. Two
-    seeds' curves cross, and where they do they would have no spread. So a step's spread is the root
-    mean square over the tenth of the run around it."""
+    """Claim that backends with equal batches and weights differ less than seeds. Two seeds' curves
+    cross, and would have no spread there. So a step's spread is the root mean square over the
+    tenth of the run around it."""
     losses = table.losses(df)
     curves = {n: losses.loc[n] for n in losses.index.unique("backend") if not n.startswith("dense")}
     sentence = (
@@ -159,7 +159,7 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
     means = pandas.DataFrame({name: mine.loc[shared].mean() for name, mine in curves.items()})
     apart = means.max(axis=1) - means.min(axis=1)
     spread = pandas.DataFrame({n: _seeds_apart(mine) for n, mine in curves.items()}).max(axis=1)
-    # Bits of fp32 where equal seeds of equal data leave no spread at all.
+    # fp32 rounding, if equal seeds and data leave no spread at all.
     ratio = apart / spread.clip(lower=1e-6)
     worst = ratio.idxmax()
     claim = Claim(
@@ -171,7 +171,7 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
 
 
 def lessons_are_learnt(lessons: Sequence[dict]) -> Claim:
-    """What lies within reach is solved, what lies outside stays at chance, no token peeks ahead."""
+    """Claim that tasks in reach are solved, others stay at chance, and no token sees the future."""
     found = {row["lesson"]: row.get("accuracy") or row["outcome"] for row in lessons}
     sentence = f"NSA learns {', '.join(found)} and nothing out of its reach"
     wrong = [row["lesson"] for row in lessons if not row.get("as_expected", True)]
@@ -184,16 +184,16 @@ def lessons_are_learnt(lessons: Sequence[dict]) -> Claim:
 
 
 class NotMeasured(LookupError):
-    """Why a run that was to measure an aim does not tell: INCONCLUSIVE."""
+    """Raised if a run that was to measure an aim could not: INCONCLUSIVE."""
 
 
 class NotHere(LookupError):
-    """Why this machine, or a run with these parameters, cannot tell: NOT APPLICABLE."""
+    """Raised if this machine, or a run with these parameters, cannot decide: NOT APPLICABLE."""
 
 
 def _aim(sentence: str):
-    """Makes a claim of a function that returns (what was found, whether it is enough, evidence, the
-    points that nobody measured), or raises NotMeasured or NotHere."""
+    """Decorate a function to return a claim. It returns (finding, True if it suffices, evidence,
+    unmeasured points), or raises NotMeasured or NotHere."""
 
     def wrap(measured: Callable[[pandas.DataFrame], tuple[str, bool, dict, list[str]]]):
         @wraps(measured)
@@ -226,7 +226,7 @@ def is_near_the_twin(df: pandas.DataFrame):
 
 @_aim(f"{OURS} trains faster than the dense twin from T {LONG} on")
 def beats_the_twin_when_long(df: pandas.DataFrame):
-    """At every T from 16k on at which one of them was to be measured."""
+    """Claim that NSA beats dense at every T >= 16k at which one of them was to be measured."""
     ours, dense = (_aimed(df, "tokens_per_second", name) for name in (OURS, "dense"))
     ratio = (ours / dense).dropna().loc[lambda line: line.index >= LONG]
     if not len(ratio):
@@ -240,7 +240,7 @@ def beats_the_twin_when_long(df: pandas.DataFrame):
 
 @_aim(f"two GPUs train at least {TWO_RANKS} times the tokens/s of one, with DDP")
 def two_ranks_pay(df: pandas.DataFrame):
-    """DDP with twice the batch, however else it was run."""
+    """Speedup of DDP on two ranks with twice the batch, for every other option."""
     _needs_an_h200(df)
     rows = table.scaling(df).reset_index()
     wanted = {"model": AIMED, "backend": OURS, "parallel": "ddp", "ranks": 2}
@@ -257,7 +257,7 @@ def two_ranks_pay(df: pandas.DataFrame):
 
 @_aim(f"with all observers on a step takes at most {WATCHED} of one with none")
 def watching_costs_little(df: pandas.DataFrame):
-    """All observers on, beside the same steps with none; of any backend."""
+    """Cost of all observers relative to the same steps with none, for any backend."""
     _needs_an_h200(df)
     planned = table.over_tokens(df, "observing", variant=None)
     planned = planned[planned["model"] == AIMED]
@@ -269,8 +269,8 @@ def watching_costs_little(df: pandas.DataFrame):
 
 @_aim(f"after {LOSS_STEPS} steps NSA's loss is within {LOSS_SHARE:.0%} of the twin's")
 def learns_as_the_twin(df: pandas.DataFrame):
-    """The last tenth of the curves; fewer steps than 500 do not tell. NSA's are all its backends'
-    together: what they compute is the same, so each is a sample more."""
+    """Claim that losses agree over the curves' last tenth; fewer than 500 steps are not enough. NSA
+    backends are averaged: they compute the same function, so each is another sample."""
     rows = table.labelled(df)
     rows = rows[(rows["metric"] == "loss") & rows["median"].notna()]
     if not len(rows) or rows["steps"].min() < LOSS_STEPS:
@@ -284,7 +284,7 @@ def learns_as_the_twin(df: pandas.DataFrame):
 
 
 def _aimed(df: pandas.DataFrame, metric: str, backend: str) -> pandas.Series:
-    """The values by T of the production model's plain cells."""
+    """Values by T of the production model's plain cells."""
     _needs_an_h200(df)
     rows = table.over_tokens(df, metric)
     rows = rows[(rows["model"] == AIMED) & (rows["backend"] == backend)]
@@ -301,7 +301,7 @@ def _at(line: pandas.Series) -> float:
 
 
 def _with(rows: pandas.DataFrame, column: str, what: str) -> pandas.DataFrame:
-    """The rows that have a value; NotHere where there are none, NotMeasured where none has one."""
+    """Rows that have a value; NotHere if there are no rows, NotMeasured if none has a value."""
     if not len(rows):
         raise NotHere(f"{what} was not to be measured in this run")
     if rows[column].isna().all():
@@ -318,14 +318,14 @@ def _needs_an_h200(df: pandas.DataFrame) -> None:
 
 
 def _seeds_apart(curves: pandas.DataFrame) -> pandas.Series:
-    """The spread of one backend's seeds, a row each, by step: see `backends_learn_alike`."""
+    """Spread of one backend's seeds, a row each, by step: see `backends_learn_alike`."""
     apart = curves.max() - curves.min()
     width = max(1, round(POOLED * len(apart)))
     return (apart**2).rolling(width, min_periods=1, center=True).mean().clip(lower=0) ** 0.5
 
 
 def _none_of(df: pandas.DataFrame, metric: str, sentence: str, it: str, unmeasured: str) -> Claim:
-    """That this count is 0 in every cell."""
+    """Make the claim that this count is 0 in every cell."""
     rows = table.over_tokens(df, metric, variant=None).dropna(subset="median")
     if not len(rows):
         return Claim(sentence + unmeasured, "INCONCLUSIVE", {})
@@ -338,14 +338,14 @@ def _none_of(df: pandas.DataFrame, metric: str, sentence: str, it: str, unmeasur
 
 
 def _lost(df: pandas.DataFrame, metric: str, *modes: str) -> list[str]:
-    """The cells that lack this metric, curves aside."""
+    """Cells that lack this metric, curves aside."""
     rows = table.labelled(df)
     rows = rows[(rows["x_name"] == "tokens") & (rows["variant"] != "curve")]
     return metrics.unmeasured(rows, table.POINT, of={"metric": [metric], "mode": modes})
 
 
 def _lost_losses(df: pandas.DataFrame, backends: Iterable[str]) -> list[str]:
-    """The windows of these backends' curves that have no loss, of every seed that one has."""
+    """Windows of these backends' curves without a loss, for every seed that one of them has."""
     rows = table.labelled(df)
     rows = rows[rows["metric"] == "loss"]
     return metrics.unmeasured(rows, ["x_value"], ["seed"], of={"backend": list(backends)})

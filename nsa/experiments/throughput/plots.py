@@ -1,4 +1,4 @@
-"""The figures of the throughput notebook, in the looks of all others."""
+"""Figures of the throughput notebook, in the common style."""
 
 import textwrap
 
@@ -17,11 +17,11 @@ PHASE_COLOURS = {
 
 
 def speed(df, *, note: str = "", reported: bool = True):
-    """Tokens a second against T, log-log: NSA solid, the dense twin dotted.
+    """Plot tokens/s against T, log-log: NSA solid, the dense baseline dotted.
 
-    Two panels a model: what was measured, and the same beside the case study's figures as it
-    reported them, grey crosses (`reported`), which lie decades below. Failures are crosses at the
-    foot. `note` stands in a corner. ValueError without rows.
+    There are two panels per model: the measurements, and the same beside the case study's reported
+    figures (`reported`), grey crosses decades below. Failures are crosses at the bottom. `note`
+    appears in a corner. Raises ValueError without rows.
     """
     models = [(*model, beside) for model in _by_model(df, "tokens_per_second")
               for beside in (False, True)[: 1 + reported]]  # fmt: skip
@@ -40,7 +40,7 @@ def speed(df, *, note: str = "", reported: bool = True):
 
 
 def memory(df, *, note: str = ""):
-    """Peak memory of a step against T, a panel a model."""
+    """Plot peak memory of a step against T, one panel per model."""
     models = _by_model(df, "peak_memory")
     large = any((frame["median"] >= 2048).any() for _, frame in models)
     unit, scale = ("GiB", 1024) if large else ("MiB", 1)
@@ -55,8 +55,8 @@ def memory(df, *, note: str = ""):
 
 
 def phases(df, *, note: str = ""):
-    """Milliseconds a step by phase, stacked, a bar a cell; the hatched end is communication that
-    is not hidden, taken out of backward. None without any."""
+    """Plot ms per step by phase, stacked, one bar per cell; the hatched end is exposed
+    communication, subtracted from backward. None without any."""
     if (found := table.phases(df).fillna(0.0)).empty:
         return None
     names = [f"{backend}, T {tokens}" + f"\n{variant}" * bool(variant)
@@ -82,7 +82,7 @@ def phases(df, *, note: str = ""):
 
 
 def scaling(df, *, note: str = ""):
-    """Tokens a second by ranks in times of one rank, or None; dashed is perfect scaling."""
+    """Plot tokens/s by ranks relative to one rank, or None; dashed is perfect scaling."""
     if (found := table.scaling(df)).empty:
         return None
     found = found.reset_index()
@@ -110,8 +110,8 @@ def scaling(df, *, note: str = ""):
 
 
 def losses(df):
-    """Loss against step: left each backend's mean over its seeds with the seeds' range as a band,
-    right its distance from the mean over all NSA backends, which the eye cannot see on the left.
+    """Plot loss against step: left, each backend's mean over its seeds with the seeds' range as a
+    band; right, its distance from the mean over all NSA backends, which is invisible on the left.
     None without any."""
     if (found := table.losses(df)).empty:
         return None
@@ -135,8 +135,8 @@ def losses(df):
 
 
 def memory_over_steps(df):
-    """Memory after each step less that after the first, device and host, a line a cell. Cells of
-    fewer than ten steps are left out, unless there are no others."""
+    """Plot memory after each step minus that after the first, device and host, a line per cell.
+    Cells of fewer than ten steps are left out, unless there are no others."""
     if (rows := table.memory_over_steps(df)).empty:
         return None
     modes = [mode for mode in ("device", "host") if (rows["mode"] == mode).any()]
@@ -168,7 +168,7 @@ def memory_over_steps(df):
 
 
 def kernels(profile: dict, title: str):
-    """The profile of one step: its most expensive kernels, or operators on a CPU, as bars."""
+    """Plot the most expensive kernels, or operators on a CPU, of one profiled step as bars."""
     rows = profile["kernels"]
     with looks.figure(1, 0.6 + 0.26 * len(rows)) as (fig, (axes,)):
         fig.set_figwidth(8.5)
@@ -182,7 +182,7 @@ def kernels(profile: dict, title: str):
 
 
 def _style(backend: str) -> dict:
-    """The dense twin is dotted, whatever serves it."""
+    """Line style; the dense baseline is dotted, whatever serves it."""
     if backend.startswith("dense"):
         return {"color": "#8C564B", "marker": "<", "ls": ":", "label": f"{backend} twin"}
     colour, marker = looks.look(backend)
@@ -190,7 +190,7 @@ def _style(backend: str) -> dict:
 
 
 def _by_model(df, metric: str) -> list[tuple]:
-    """(model, its rows of the metric over T); ValueError without any."""
+    """List (model, its rows of the metric over T); ValueError without any."""
     if not len(rows := table.over_tokens(df, metric)):
         raise ValueError(f"no training rows of {metric}")
     return list(rows.groupby("model", sort=False))
@@ -211,7 +211,7 @@ def _lines(axes, frame, *, bands: bool) -> None:
 
 
 def _failures(axes, frame, tokens=()) -> None:
-    """A cross at the foot for each cell that failed, its outcome beside it; ticks at each T."""
+    """Draw a cross at the bottom for each failed cell, its outcome beside it; ticks at each T."""
     failed = frame[frame["median"].isna() & (frame["outcome"] != "not run")]  # for want of time
     failing = [(name, line["x_value"], line["outcome"]) for name, line in backends(failed)]
     looks.crosses(

@@ -1,4 +1,4 @@
-"""What training cells measured, as rows of metrics.csv, and one table a question about those."""
+"""Rows of metrics.csv from training cells, and tables that summarize them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from nsa.workbook.scaling import crossing, robust_slope
 OPERATION = "training"
 PHASES = ("data", "forward", "backward", "optimizer", "graph", "communication")
 POINTS = 50  # of a series over steps
-PLAIN = ""  # the variant of a cell that is not one
+PLAIN = ""  # the variant of an unmodified cell
 POINT = ["model", "backend", "variant", "x_value"]
 _CELL = tuple(TrainCell.__dataclass_fields__)
 _ENDED = ("outcome", "message", "timing", "parameters", "device_name", "threads")
@@ -29,21 +29,21 @@ _LABELS = {
 
 
 def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
-    """Values of what failed are NaN. `config` holds the cell and how it ended.
+    """Convert rows to metrics; failed values are NaN. `config` holds the cell and its outcome.
 
     Over tokens: "tokens_per_second" (modes "step" and "recount", by the wall clock), "step_time",
-    "phase_time" by phase ("backward" with the communication that it hides, "communication" what is
-    not hidden), "observing" of cells that ask for it (a step with all observers over one with
-    none), "peak_memory", "memory_growth" a step of "device" and "host" (median: Theil and
-    Sen's slope, q20 and q80: its 95 % interval), "utilisation" of the "measured" and "nominal"
+    "phase_time" by phase ("backward" includes hidden communication, "communication" is what is not
+    hidden), "observing" for cells with `observe` (a step with all observers over one with
+    none), "peak_memory", "memory_growth" per step of "device" and "host" (median: Theil-Sen
+    slope, q20 and q80: its 95 % interval), "utilisation" of the "measured" and "nominal"
     ceiling, "recompilations", "syncs", "loader_wait". Over steps: "memory" of "device" and "host".
     """
     return [metric for row in rows for metric in _metrics(row)]
 
 
 def curves_to_metrics(curves: Sequence[dict]) -> list[dict]:
-    """Rows of "loss" over steps: the mean of each of at most 50 windows, a row a window and seed.
-    And "memory" and "memory_growth" as in `rows_to_metrics`."""
+    """Rows of "loss" over steps: the mean of each of at most 50 windows, a row per window and seed.
+    Also "memory" and "memory_growth" as in `rows_to_metrics`."""
     found = []
     for curve in curves:
         for seed, losses in curve["losses"].items():
@@ -56,21 +56,21 @@ def curves_to_metrics(curves: Sequence[dict]) -> list[dict]:
 
 
 def windows(series: Sequence[float]) -> list[tuple[float, float]]:
-    """(the step in its middle, mean) of at most POINTS equal parts of a series."""
+    """Return (middle step, mean) of at most POINTS equal parts of a series."""
     parts = np.array_split(np.arange(len(series)), min(POINTS, len(series)) or 1)
     values = np.asarray(series, float)
     return [(float(p.mean()), float(values[p].mean())) for p in parts if len(p)]
 
 
 def flops_of(row: dict) -> StepFlops:
-    """The model FLOPs of one step of a row's cell."""
+    """Model FLOPs of one step of a row's cell."""
     cell = TrainCell(**{name: row[name] for name in _CELL})
     return step_flops(cell.config(), cell.tokens, cell.batch)
 
 
 def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
-    """The rows of training, with `model` ("production, 12 layers, bf16"), `variant`, `outcome`,
-    `ranks`, `parallel` and `seed`; of a point measured twice the last."""
+    """Training rows, with `model` ("production, 12 layers, bf16"), `variant`, `outcome`,
+    `ranks`, `parallel` and `seed`; for a point measured twice, the last."""
     rows = df[df["operation"] == OPERATION]
     configs = metrics.configs(rows)
     models = [f"{model_name(c)}, {c.get('precision', '')}".strip(", ") for c in configs]
@@ -82,7 +82,7 @@ def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
 def over_tokens(
     df: pandas.DataFrame, metric: str, mode: str = "step", variant: str | None = PLAIN
 ) -> pandas.DataFrame:
-    """The labelled rows of one metric over T, as whole numbers; variant None: of all variants."""
+    """Labelled rows of one metric over T, an integer; variant None: of all variants."""
     rows = labelled(df)
     rows = rows[(rows["x_name"] == "tokens") & (rows["metric"] == metric) & (rows["mode"] == mode)]
     if variant is not None:
@@ -91,22 +91,22 @@ def over_tokens(
 
 
 def at_points(df: pandas.DataFrame, metric: str, mode: str = "step") -> pandas.Series:
-    """The values of one metric over T, of all variants, by POINT."""
+    """Values of one metric over T, of all variants, by POINT."""
     return over_tokens(df, metric, mode, None).set_index(POINT)["median"]
 
 
 def speed(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Tokens a second, a failure by its name."""
+    """Table of tokens/s; a failure shows its outcome."""
     return _shown(over_tokens(df, "tokens_per_second"), "{0.median:,.0f}")
 
 
 def step_times(df: pandas.DataFrame) -> pandas.DataFrame:
-    """ms a step, "median [20 %, 80 %]", a failure by its name."""
+    """Table of ms per step, "median [20 %, 80 %]"; a failure shows its outcome."""
     return _shown(over_tokens(df, "step_time"), "{0.median:.4g} [{0.q20:.4g}, {0.q80:.4g}]")
 
 
 def meters(df: pandas.DataFrame) -> pandas.DataFrame:
-    """A line a cell that ran: utilisation, peak, waits, syncs and recompilations."""
+    """Table with a row per cell that ran: utilisation, peak, waits, syncs and recompilations."""
     columns = {
         "of measured ceiling": ("utilisation", "measured"),
         "of nominal ceiling": ("utilisation", "nominal"),
@@ -119,19 +119,19 @@ def meters(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def phases(df: pandas.DataFrame) -> pandas.DataFrame:
-    """ms a phase and step, a line a cell; communication is what is not hidden behind backward."""
+    """Table of ms per phase and step, a row per cell; communication is the part not hidden."""
     table = _columns(df, {phase: ("phase_time", phase) for phase in PHASES})
     return named(table.dropna(how="all").dropna(axis=1, how="all").round(3), df)
 
 
 def memory_over_steps(df: pandas.DataFrame) -> pandas.DataFrame:
-    """The labelled rows of memory held after each step, in MiB; modes "device" and "host"."""
+    """Labelled rows of memory held after each step, in MiB; modes "device" and "host"."""
     rows = labelled(df)
     return rows[(rows["metric"] == "memory") & (rows["x_name"] == "step")]
 
 
 def variants(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Every variant on one rank beside the plain cell of the same backend and T, which is 1."""
+    """Table of every variant on one rank relative to the plain cell of the same backend and T."""
     columns = {
         "tokens/s": ("tokens_per_second", "step"),
         "step ms": ("step_time", "step"),
@@ -150,10 +150,10 @@ def variants(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def scaling(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Tokens a second by ranks, in times of one rank of the same backend and T, run the same way.
-    `how` holds what else the variant changes: "compile" is held against one rank compiled."""
+    """Table of tokens/s by ranks, relative to one rank with the same backend, T and options. `how`
+    holds other changes of the variant: "compile" is compared with one compiled rank."""
     rows = over_tokens(df, "tokens_per_second", variant=None)
-    # without what ranks and the batch that they share change; older records have a colon
+    # without ranks, parallel and batch; older records have a colon
     how = rows["variant"].str.replace(r"\b(ranks|parallel|batch)[=:]\S+ ?", "", regex=True)
     rows = rows.assign(how=how.str.strip(), T=rows["x_value"])
     group = ["model", "backend", "how", "T"]
@@ -173,10 +173,10 @@ def scaling(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
-    """The T from which a training step is faster than the dense twin's, a row a backend.
+    """Break-even T beyond which a training step beats the dense baseline's, a row per backend.
 
-    Interpolated between measured T, straight in log-log; "below T" where it wins from the first T
-    on, "beyond T" where it does not win up to the last. `dense / NSA` is at the longest T of both.
+    Interpolated between measured T, linear in log-log; "below T" if it wins at every T, "beyond T"
+    if it does not win up to the last. `dense / NSA` is at the longest T of both.
     """
     cost = 1 / by_tokens(over_tokens(df, "tokens_per_second"), "median").astype(float)
     found = {}
@@ -196,7 +196,7 @@ def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def beside_the_case_study(df: pandas.DataFrame) -> pandas.DataFrame:
-    """The case study's reported tokens a second, and under them ours."""
+    """Table of the case study's reported tokens/s, and below them ours."""
     reported = [("case study", t, f"{speed:,.0f}", what)
                 for t, speed, what in case_study.TOKENS_PER_S]  # fmt: skip
     ours = [
@@ -208,21 +208,21 @@ def beside_the_case_study(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def cells(df: pandas.DataFrame) -> pandas.DataFrame:
-    """One labelled row a cell, curves included; `x_value` is its T."""
+    """Labelled rows, one per cell, curves included; `x_value` is its T."""
     rows = labelled(df)
     rows = rows[rows["metric"].isin(["step_time", "loss"])]
     return rows.assign(x_value=rows["tokens"]).drop_duplicates(POINT)
 
 
 def notes(df: pandas.DataFrame) -> pandas.DataFrame:
-    """What did not run and why, one row a cell."""
+    """Table of the cells that did not run, and why."""
     rows = cells(df)
     rows = rows[rows["outcome"] != "ok"].rename(columns={"x_value": "T", "message": "why"})
     return rows.set_index("backend")[["T", "variant", "outcome", "why"]]
 
 
 def losses(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Curves: one row a backend and seed, one column a window of steps."""
+    """Loss curves: one row per backend and seed, one column per window of steps."""
     rows = labelled(df)
     rows = rows[(rows["metric"] == "loss") & rows["median"].notna()]
     table = rows.pivot_table(index=["backend", "seed"], columns="x_value", values="median",
@@ -231,7 +231,7 @@ def losses(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def final_losses(df: pandas.DataFrame) -> pandas.DataFrame:
-    """The last tenth of each curve's mean, one row a backend, one column a seed."""
+    """Mean of the last tenth of each curve, one row per backend, one column per seed."""
     table = losses(df)
     last = table.iloc[:, -max(1, table.shape[1] // 10) :].mean(axis=1)
     return last.unstack("seed").loc[lambda t: list(dict.fromkeys(table.index.unique("backend")))]
@@ -242,7 +242,7 @@ def on_cpu(df: pandas.DataFrame) -> bool:
 
 
 def named(table: pandas.DataFrame, df: pandas.DataFrame) -> pandas.DataFrame:
-    """With a warning over the columns where the times are a CPU's."""
+    """Add a warning above the columns if the times are from a CPU."""
     if not on_cpu(df):
         return table
     name = f"{table.columns.name or ''} (a CPU: only ratios mean anything)".strip()
@@ -250,14 +250,14 @@ def named(table: pandas.DataFrame, df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def _shown(rows: pandas.DataFrame, form: str) -> pandas.DataFrame:
-    """One row a model and backend, one column a T: each row by `form`, a failure by its name."""
+    """Pivot: a row per model and backend, a column per T; values by `form`, failures by name."""
     texts = [form.format(row) if np.isfinite(row.median) else row.outcome
              for row in rows[["median", "q20", "q80", "outcome"]].itertuples()]  # fmt: skip
     return named(by_tokens(rows.assign(text=texts), "text").fillna(""), rows)
 
 
 def _columns(df, wanted: dict[str, tuple[str, str]]) -> pandas.DataFrame:
-    """One row a cell, one column each (metric, mode)."""
+    """Pivot: a row per cell, a column per (metric, mode)."""
     parts = {column: at_points(df, *what) for column, what in wanted.items()}
     table = pandas.DataFrame(parts).reindex(at_points(df, "step_time").index)
     return table.rename_axis(index={"x_value": "T"})
@@ -302,20 +302,20 @@ def _memory(row: dict, skip: int = 0) -> Iterator[dict]:
 def _row(
     row: dict, mode: str, metric: str, unit: str, *values: float | None, step=None, **more
 ) -> dict:
-    """A row of metrics.csv over T, or over steps; values: the median, or it and both quantiles.
-    `config` holds the cell, how it ended, and more."""
+    """Make a row of metrics.csv over T or steps; values: the median, or it and both quantiles.
+    `config` holds the cell, its outcome, and `more`."""
     x = ("tokens", row["tokens"]) if step is None else ("step", step)
     values = values if len(values) == 3 else values * 3
     config = {name: row[name] for name in (*_CELL, *_ENDED) if name in row}
     config["layers"] = TrainCell(**{name: row[name] for name in _CELL}).config().layers
-    # A GPU that this machine has is none that a cell on the CPU used.
+    # A cell on the CPU did not use this machine's GPU.
     device = "cpu" if row["device"] == "cpu" else None
     found = (OPERATION, row["name"], mode, metric, unit, *x, *values, config | more, device)
     return dict(zip(metrics.COLUMNS, found, strict=False))
 
 
 def facts(rows: Sequence[dict]) -> list[str]:
-    """Lines that are the same on every machine: how cells ended, operations by shapes, paths."""
+    """Machine-independent lines: outcomes of cells, operations by shapes, paths."""
     ended, work, paths = [], {}, {}
     for row in rows:
         size = f"{row['name']} T {row['tokens']} batch {row['batch']}"

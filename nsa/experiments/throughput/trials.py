@@ -1,4 +1,4 @@
-"""What a throughput table varies, as cells, and each measured in processes of its own."""
+"""Cells of a throughput table, and their measurement, each in separate processes."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,20 +22,20 @@ DENSE = "dense"
 DATA_SEED = 1337
 LEAST_WARMUP = 3  # steps 0 to 2: kernels are compiled, optimizer state is made, buckets are rebuilt
 SWITCHES = ("compile", "cuda_graph", "observe")
-TOLD = ("attention", "backend", "tokens")  # by a cell's name and T, wherever it is shown
+TOLD = ("attention", "backend", "tokens")  # shown by a cell's name and T
 # A job is as slow, and as large, as its slowest and largest rank.
 WORST = ("step_ms", "step_ms_q20", "step_ms_q80", "peak_mib", "loader_wait_ms", "recompilations")
 
 
 @dataclass(frozen=True)
 class TrainCell(TrainingSpec):
-    """A training of `warmup` steps that nobody times and `steps` that are timed. The data are the
-    same for every seed. Raises ValueError for anything that could not be run."""
+    """Training of `warmup` untimed steps and `steps` timed ones. The data are the same for every
+    seed. Raises ValueError for anything that cannot be run."""
 
-    observe: bool = False  # what all observers together cost is measured too, after the steps
+    observe: bool = False  # also measure the cost of all observers, after the steps
     warmup: int = LEAST_WARMUP
     steps: int = 20
-    variant: str = ""  # how `with_` made this cell of another
+    variant: str = ""  # the changes by which `with_` made this cell
 
     def __post_init__(self) -> None:
         check_whole(self, {"warmup": LEAST_WARMUP, "steps": 2})
@@ -46,21 +46,21 @@ class TrainCell(TrainingSpec):
 
     @property
     def name(self) -> str:
-        """What its line is called: the backend; the twin is "dense", or "dense-sdpa"."""
+        """Name of its line: the backend; the dense baseline is "dense", or "dense-sdpa"."""
         if self.attention == "nsa":
             return self.backend
         return DENSE if self.backend == "auto" else f"{DENSE}-{self.backend}"
 
     def opened(self, threads: int | None = None, **changes: Any):
-        """`open_trainer` with batches that are the same for every seed and drawn ahead."""
+        """Call `open_trainer` with prefetched batches that are the same for every seed."""
         return open_trainer(self, threads=threads, data_seed=DATA_SEED, prefetch=True, **changes)
 
     def with_(self, text: str) -> "TrainCell":
-        """A copy with the fields that words name: "compile", "checkpoint=all batch=1".
+        """Return a copy with the fields named in `text`: "compile", "checkpoint=all batch=1".
 
-        "attention=dense backend=auto" makes the twin of it. Its variant is the words but for TOLD.
+        "attention=dense backend=auto" gives its baseline. Its variant is the words except for TOLD.
 
-        ValueError for a field that a cell does not have, naming the nearest.
+        Raises ValueError for a field that a cell does not have, naming the nearest.
         """
         values, words = self.to_dict(), self.variant.split()
         for word in text.split():
@@ -82,8 +82,8 @@ class TrainCell(TrainingSpec):
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measured, of the timed steps unless it says otherwise; a row has the job's.
-    NaN, empty or None where it did not end well, or where there was nothing to measure."""
+    """Measurements of one rank, over the timed steps unless noted otherwise; a row has the job's.
+    NaN, empty or None if it failed, or if there was nothing to measure."""
 
     tokens_s: float = nan  # of the whole job, by the device's own clock
     recount_tokens_s: float = nan  # by the wall clock, from an idle device to an idle device
@@ -92,9 +92,9 @@ class Measured:
     step_ms_q80: float = nan
     step_ms_each: list = field(default_factory=list)
     phase_ms: dict = field(default_factory=dict)  # of steps watched after the timed ones
-    communication_ms: float = nan  # DDP's; FSDP2 and a CUDA graph do not go on without sending
+    communication_ms: float = nan  # DDP's; FSDP2 and a CUDA graph cannot run without sending
     loader_wait_ms: float = nan  # a step's mean
-    peak_mib: float = nan  # of a CUDA graph since the process began: what it took, it keeps
+    peak_mib: float = nan  # with a CUDA graph, since the process began: its memory is never freed
     device_mib: list = field(default_factory=list)  # after each step
     host_mib: list = field(default_factory=list)
     recompilations: float = nan
@@ -103,10 +103,10 @@ class Measured:
     parameters: float = nan
     matmul_tflops: float = nan  # measured on this device
     nominal_tflops: float = nan
-    watched_ms: float = nan  # a step with all observers, of a cell that asks for it
+    watched_ms: float = nan  # a step with all observers, if `observe`
     unwatched_ms: float = nan
     watched_times: float = nan
-    paths: dict = field(default_factory=dict)  # which implementations served a branch
+    paths: dict = field(default_factory=dict)  # implementations that served each branch
     by_rank: list = field(default_factory=list)  # each rank's own, of several
     device_name: str = ""
     torch: str = ""
@@ -126,15 +126,15 @@ def throughput_grid(
     parallel: Sequence[str] = ("ddp",),
     **fixed: Any,
 ) -> list[TrainCell]:
-    """The cells, in the order of what they decide, for what comes last may find no time.
+    """Make the cells, most decisive first, since the last ones may run out of time.
 
-    First the first of `backends` and its dense twin at each of `tokens`, then `long_backends` at
-    each of `long_tokens`, then ranks and variants, last the other backends. "dense" among the
-    backends is the dense twin. A step has `step_tokens` tokens where T divides them, else one
-    sequence. `variants`, see `TrainCell.with_`, change the first backend at the first T; so does
-    each number of ranks above 1, with each kind of `parallel` and as many times the batch.
+    First come the first of `backends` and the dense baseline at each of `tokens`, then
+    `long_backends` at each of `long_tokens`, then ranks and variants, last the other backends.
+    "dense" among the backends is the dense baseline. A step has max(1, `step_tokens` // T)
+    sequences. `variants`, see `TrainCell.with_`, change the first backend at the first T; so does
+    each number of ranks above 1, with each kind of `parallel` and that many times the batch.
 
-    ValueError for anything illegal, before any cell runs, and for a grid without cells.
+    Raises ValueError for anything illegal, before any cell runs, and for a grid without cells.
     """
 
     def plain(length: int, name: str) -> TrainCell:
@@ -165,7 +165,7 @@ def curve_grid(
     variant: str = "",
     **fixed: Any,
 ) -> list[TrainCell]:
-    """One cell a backend, "dense" being the twin; none where `steps` is 0. `variant` is of all."""
+    """Make a cell per backend, "dense" the baseline; none if `steps` is 0. `variant` is for all."""
     if not steps:
         return []
     cells = throughput_grid(preset, backends, [tokens], step_tokens=batch * tokens, **fixed)
@@ -173,7 +173,7 @@ def curve_grid(
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for notebook parameters that cannot be run."""
     both = {name: values[name] for name in ("preset", "precision")}
     names = ("backends", "tokens", "step_tokens", "long_backends", "long_tokens", "variants")
     names += ("ranks", "parallel", "steps")
@@ -189,11 +189,11 @@ def measure(
     entry: str = ENTRY,
     **options: Any,
 ) -> list[dict]:
-    """One row a cell, in the cells' order; never two cells at once, which would falsify times.
+    """Measure the cells, one row each, in order; never two at once, which would distort times.
 
-    A row has the cell's fields, `outcome` (as of `sweep.measure`), `message`, `evidence`,
-    `seconds`, `timing` ("absolute" on a GPU, "ratio" on a CPU, whose times may only be compared
-    with each other) and what was `Measured`. Several ranks run under torchrun; the row then is the
+    A row has the cell's fields, `outcome` (see `sweep.measure`), `message`, `evidence`, `seconds`,
+    `timing` ("absolute" on a GPU, "ratio" on a CPU, whose times may only be compared with each
+    other) and the fields of `Measured`. Several ranks run under torchrun; the row is then the
     job's, and `by_rank` keeps each rank's own.
 
     threads: torch's CPU threads in each rank. options: deadline_s, budget_s, folder and progress of
@@ -213,7 +213,7 @@ def measure(
 
 
 def row_of(cell: TrainCell, ended: Outcome) -> dict:
-    """A cell, how it ended and what it measured, as one flat row; see `measure`."""
+    """Make one flat row of a cell, its outcome and its measurements; see `measure`."""
     row = {**cell.to_dict(), "name": cell.name, "outcome": ended.status}
     row |= {name: getattr(ended, name) for name in ("message", "evidence", "seconds")}
     row["timing"] = "absolute" if cell.device == "cuda" else "ratio"
@@ -221,7 +221,7 @@ def row_of(cell: TrainCell, ended: Outcome) -> dict:
 
 
 def _run(entry: str, spec: dict, *, folder: Path | None, **options: Any) -> Outcome:
-    """One cell, of one process or of several ranks."""
+    """Run one cell, in one process or several ranks."""
     if spec["cell"]["parallel"] == "none":
         return run_child(entry, spec, folder=folder, **options)
     ranks = spec["cell"]["ranks"]
@@ -238,7 +238,7 @@ def _run(entry: str, spec: dict, *, folder: Path | None, **options: Any) -> Outc
 
 
 def _job(ranks: Sequence[dict]) -> dict:
-    """What a job measured, from what its ranks did."""
+    """Combine the ranks' measurements into the job's."""
     first = ranks[0]
     if len(ranks) == 1 or "declined" in first:
         return first
@@ -261,13 +261,13 @@ def measure_curves(
     workers: int = 1,
     **options: Any,
 ) -> list[dict]:
-    """One row a cell: its fields, `outcome`, `message`, `seconds`, `losses` {seed: nats} and, of
-    the first seed, `device_mib` and `host_mib` after each step.
+    """Train curves; a row per cell: its fields, `outcome`, `message`, `seconds`, `losses` {seed:
+    nats} and, for the first seed, `device_mib` and `host_mib` after each step.
 
-    A cell's `steps` are all there are, with a cosine schedule down to 0. Each seed is trained in a
-    child process of its own; where one breaks off, the row keeps the others' losses and has its
-    outcome. Times are not taken, so `workers` of them may run at once: for "cuda" that many on each
-    visible GPU, whose memory they then share. options: as of `measure`. ValueError without a seed.
+    A cell trains exactly `steps` steps, with a cosine schedule down to 0. Each seed is trained in a
+    separate child process; if one fails, the row has its outcome and keeps the others' losses.
+    Nothing is timed, so `workers` of them may run at once: for "cuda", that many on each visible
+    GPU, sharing its memory. options: as in `measure`. Raises ValueError without a seed.
     """
     seeds = tuple(dict.fromkeys(seeds))
     if cells and not seeds:
@@ -288,10 +288,10 @@ def measure_curves(
 
 
 def _curve_row(cell: TrainCell, curves: dict[int, Outcome]) -> dict:
-    """The cell's row from how its seeds ended."""
+    """Make the cell's row from the outcomes of its seeds."""
     row = {**cell.to_dict(), "name": cell.name, "variant": "curve", "timing": "none"}
     row |= {"outcome": "ok", "message": ""}
-    for seed, curve in reversed(curves.items()):  # the first that broke off counts
+    for seed, curve in reversed(curves.items()):  # the first failure counts
         if curve.status != "ok":
             row |= {"outcome": curve.status, "message": f"seed {seed}: {curve.message}"}
     found = {str(seed): curve.result or {} for seed, curve in curves.items()}
@@ -303,5 +303,5 @@ def _curve_row(cell: TrainCell, curves: dict[int, Outcome]) -> dict:
 
 
 def profile_step(cell: TrainCell, *, threads: int | None = None, **options: Any) -> Outcome:
-    """How `child.profile_cell` ended in a process of its own; options: deadline_s, folder."""
+    """Run `child.profile_cell` in a separate process; options: deadline_s, folder."""
     return run_child(PROFILE_ENTRY, {"cell": cell.to_dict(), "threads": threads}, **options)

@@ -1,1 +1,1 @@
-"""Which gradient arrives on which rank, in which order and bucket?"""
+"""Arrival of gradients by rank, with order and bucket."""

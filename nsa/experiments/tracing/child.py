@@ -1,4 +1,4 @@
-"""A rank's side of distributed tracing: the trials of a launch, one after the other."""
+"""Rank side of distributed tracing: the trials of a launch, one after the other."""
 
 import gc
 import hashlib
@@ -23,15 +23,15 @@ from nsa.model.train import Data, Trainer
 from nsa.model.train_config import autocast
 from whyhung.process.child import failure, put, standing
 
-COLLECTIVE_S = 600.0  # longer than any launch: the supervisor's deadline, not NCCL's, ends a rank
+COLLECTIVE_S = 600.0  # longer than any launch: the supervisor's deadline ends a rank, not NCCL's
 
 
 def run(spec: dict) -> dict:
-    """All trials of a launch; leaves trial-<number>-rank-<rank>.json for each in spec["folder"].
+    """Run all trials of a launch; write trial-<number>-rank-<rank>.json for each to spec["folder"].
 
-    A trial that the options' own check refuses is "refused" on every rank, and the next one
-    follows. Any other error is written down and ends this rank: nobody knows what the others wait
-    for by then.
+    A trial that the check of its options rejects is "refused" on every rank, and the next one
+    follows. Any other error is recorded and ends this rank, since the state of the other ranks is
+    then unknown.
     """
     if spec["threads"]:
         torch.set_num_threads(spec["threads"])
@@ -64,9 +64,9 @@ def run(spec: dict) -> dict:
 
 
 def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None" = None) -> dict:
-    """Three steps of one trial: losses, weights, arrivals, modules, buckets, gradients. Steps are
-    numbered from 1. `weights` is a fingerprint of all weights after the last step; `unreachable`
-    what the graph named before the first backward, None where it does not tell."""
+    """Trace three steps of one trial: losses, weights, arrivals, modules, buckets, gradients. Steps
+    count from 1. `weights` is a fingerprint of all weights after the last step; `unreachable` lists
+    parameters that the loss did not reach before the first backward, None if unknown."""
     spec = setup.spec(trial)
     config = spec.config()
     model = LanguageModel(config)
@@ -103,14 +103,14 @@ def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None"
 def beside_one_process(
     gradients: dict[str, Tensor], setup: Setup, trial: Trial, data: Data, here: Parallel
 ) -> list[dict]:
-    """How far the ranks' gradients are from those that this process alone computes for the batch.
+    """Compare the ranks' gradients with those that this process alone computes for the batch.
 
-    Rows of `way`, `error` and `parameter` where it is largest. error: largest difference over the
-    gradient's largest value. way "rows": each rank's rows in turn and the mean, the same sums but
-    for the mean over ranks; "batch": all rows at once, so that matrix products round otherwise.
+    Returns rows of `way`, `error` and the `parameter` with the largest. error: largest difference
+    over the gradient's largest value. way "rows": each rank's rows in sequence and their mean, the
+    same sums except for the mean over ranks; "batch": all rows at once, with other rounding.
     """
     model = LanguageModel(setup.spec(trial).config())
-    model.reset_parameters(setup.seed)  # before it moves, as the trainer's: devices draw otherwise
+    model.reset_parameters(setup.seed)  # before it moves, as in the trainer: devices draw otherwise
     model.to(here.device)
     inputs, targets = (x.to(here.device) for x in data.batch(0, setup.batch, setup.tokens))
     found = []
@@ -128,8 +128,8 @@ def beside_one_process(
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Equal for equal weights: a hash of each parameter's sum and sum of absolute values, fp64.
-    Under FSDP2 of the whole weights, so every rank must ask."""
+    """Hash of each parameter's sum and sum of absolute values in fp64; equal for equal weights.
+    Under FSDP2 it gathers the whole weights, so every rank must call it."""
     sums = []
     for p in model.parameters():
         x = _whole(p.detach()).double()
@@ -138,7 +138,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 class _Place:
-    """An observer that tells the supervisor of each phase."""
+    """Observer that reports each phase to the supervisor."""
 
     def __init__(self, trial: str) -> None:
         self.trial = trial
@@ -151,7 +151,7 @@ class _Place:
 
 
 class _FirstGradients:
-    """An observer that keeps the gradients of the first step, whole, as the optimizer gets them."""
+    """Observer that keeps the full gradients of the first step, as passed to the optimizer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -172,7 +172,7 @@ def _parallel(setup: Setup, trial: Trial, everyone: Parallel) -> Parallel:
 
 
 def _row(kind: str, row: dict, **more: Any) -> dict:
-    """A row of an observer as one of ours, its step counted from 1."""
+    """Convert a row of an observer to COLUMNS, its step counted from 1."""
     row = row | more | {"step": row["step"] + 1}
     return {name: row[name] for name in COLUMNS[kind]}
 

@@ -1,4 +1,4 @@
-"""The sentences of distributed tracing, each decided by rows and never by hand."""
+"""Claims of distributed tracing, each decided by rows and never by hand."""
 
 from collections.abc import Callable
 from itertools import combinations
@@ -9,11 +9,11 @@ from nsa.workbook.claim import Claim, verdict_of
 
 GRADIENT_LIMIT = {"fp32": 1e-6}  # of a gradient's largest value
 LOSS_LIMIT = {"fp32": 1e-5}
-COARSE = 1e-2  # of other precisions, whose sums round more
+COARSE = 1e-2  # of other precisions, with more rounding
 
 
 def all_claims(traced: Traced) -> list[Claim]:
-    """Every claim; one about a trial that was not traced, or did not end, is INCONCLUSIVE."""
+    """All claims; those about a trial that was not traced, or did not end, are INCONCLUSIVE."""
     clean = [t for t in traced.trials if not t.fault and t.name != "static graph + find unused"]
     faulty = [t for t in traced.trials if t.fault]
     return [
@@ -32,7 +32,7 @@ def all_claims(traced: Traced) -> list[Claim]:
 
 
 def every_trial_ended(traced: Traced) -> Claim:
-    """On every rank, or its own options' check refused it; else who failed first, and where."""
+    """Claim that all trials ended or were refused on every rank; else names the first failure."""
     ends = {f"{row['trial']}, rank {row['rank']}": row["status"] for row in traced.outcomes}
     bad = [row for row in traced.outcomes if row["status"] not in ("ok", "refused")]
     sentence = f"all {len(traced.trials)} trials ended, or were refused, on every rank"
@@ -46,7 +46,7 @@ def every_trial_ended(traced: Traced) -> Claim:
 
 
 def gradients_arrive(traced: Traced, trial: Trial) -> Claim:
-    """Each parameter that should have a gradient, in every step, in one order on all ranks."""
+    """Claim that each expected gradient arrives in every step, in one order on all ranks."""
     if not traced.ended(trial.name):
         return _undecided(f"{trial.name}: every gradient arrives")
     rows = table.frame(traced, "arrivals", trial.name)
@@ -73,7 +73,7 @@ def gradients_arrive(traced: Traced, trial: Trial) -> Claim:
 
 
 def modules_run_in_one_order(traced: Traced) -> Claim:
-    """The backward enters the same modules one after the other on all ranks, in clean trials."""
+    """Claim that backwards enter modules in the same order on all ranks, in clean trials."""
     clean = [t.name for t in traced.trials if not t.fault and traced.ended(t.name)]
     rows = table.frame(traced, "modules", *clean)
     sentence = "module backwards run in one order on all ranks"
@@ -95,7 +95,7 @@ def modules_run_in_one_order(traced: Traced) -> Claim:
 
 
 def branches_are_different_programs(traced: Traced) -> Claim:
-    """A forced branch that changed nothing would compare a program with itself."""
+    """Claim that forced branches change the loss; else a program is compared with itself."""
     names = ["ddp", *(trial.name for trial in traced.trials if trial.branch and not trial.fault)]
     losses = {name: traced.losses(name)[0] for name in names if traced.losses(name)}
     sentence = "each branch alone is another program than all three"
@@ -108,7 +108,7 @@ def branches_are_different_programs(traced: Traced) -> Claim:
 
 
 def gradients_are_one_process(traced: Traced) -> Claim:
-    """The ranks' rows one after the other in one process: the same sums, but for the mean."""
+    """Claim that gradients equal one process's for the same rows: same sums, except the mean."""
     rows = table.frame(traced, "gradients")
     ended = [trial.name for trial in traced.trials if traced.ended(trial.name)]
     mine = rows[(rows["way"] == "rows") & rows["trial"].isin(ended)]
@@ -125,7 +125,7 @@ def gradients_are_one_process(traced: Traced) -> Claim:
 
 
 def buckets_hold_every_parameter(traced: Traced) -> Claim:
-    """A bucket trace that loses elements, or fires on some ranks only, traces nothing."""
+    """Claim that bucket traces are complete: they lose no elements, and fire on all ranks."""
     sentence = "the buckets of every step and rank hold each parameter once"
     totals, wrong = [], []
     for name in (trial.name for trial in _bucketed(traced)):
@@ -146,7 +146,7 @@ def buckets_hold_every_parameter(traced: Traced) -> Claim:
 
 
 def buckets_are_cut_anew(traced: Traced) -> Claim:
-    """After step 1, after step 2 with a static graph, never under find_unused_parameters."""
+    """Claim that buckets are rebuilt after step 1 (static 2), never with find_unused_parameters."""
     found, wrong = {}, []
     for trial in _bucketed(traced):
         by_step = table.layouts(traced, trial.name)
@@ -173,7 +173,7 @@ def buckets_are_cut_anew(traced: Traced) -> Claim:
 
 
 def static_graph_trains_the_same(traced: Traced) -> Claim:
-    """Losses of all steps, so that gradients and updates before them count too."""
+    """Claim that a static graph has the same losses in all steps, so the same updates before."""
     sentence = "a static graph trains the same as DDP without it"
     plain, static = traced.losses("ddp"), traced.losses("static graph")
     if not plain or not static:
@@ -185,7 +185,7 @@ def static_graph_trains_the_same(traced: Traced) -> Claim:
 
 
 def contradiction_is_refused(traced: Traced) -> Claim:
-    """torch takes both options, warns, and ignores the second."""
+    """Claim that both options together are refused; torch warns and ignores the second."""
     rows = traced.of("static graph + find unused")
     sentence = "static_graph with find_unused_parameters is refused, with the reason"
     if not rows or {row["status"] for row in rows} - {"ok", "refused"}:
@@ -195,7 +195,7 @@ def contradiction_is_refused(traced: Traced) -> Claim:
 
 
 def fault_is_named(traced: Traced, trial: Trial) -> Claim:
-    """The evidence names the spoilt parameters on the spoilt ranks, in every step, and no other."""
+    """Claim that evidence names exactly the spoilt parameters on spoilt ranks, in every step."""
     sentence = f"planted {trial.fault!r} is named by the arrival lists"
     if not traced.ended(trial.name):
         return _undecided(sentence)
@@ -219,7 +219,7 @@ def fault_is_named(traced: Traced, trial: Trial) -> Claim:
 
 
 def only_arrivals_tell(traced: Traced) -> Claim:
-    """Under find_unused_parameters a rank's own branch raises nothing; all weights stay equal."""
+    """Claim that only arrivals show a rank's own branch: nothing raises, all weights stay equal."""
     name = "rank branch"
     sentence = "nothing but the arrival lists shows a rank's own branch: no error, equal weights"
     if traced.setup.ranks < 2:
@@ -234,12 +234,12 @@ def only_arrivals_tell(traced: Traced) -> Claim:
 
 
 def _bucketed(traced: Traced) -> list[Trial]:
-    """The trials under DDP that ended."""
+    """Trials under DDP that ended."""
     return [t for t in traced.trials if t.kind == "ddp" and traced.ended(t.name)]
 
 
 def _lost(traced: Traced, which: Callable[[Trial], bool] = lambda trial: True) -> list[str]:
-    """The trials of these that neither trained to their end nor were refused."""
+    """Selected trials that neither trained to their end nor were refused."""
     lost = [t.name for t in traced.trials if which(t) and not traced.ended(t.name)]
     return [n for n in lost if {row["status"] for row in traced.of(n)} != {"refused"}]
 

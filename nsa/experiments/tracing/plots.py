@@ -1,6 +1,6 @@
-"""The figures of distributed tracing, in the looks of all others.
+"""Figures of distributed tracing, in the common style.
 
-What was not traced, or did not get so far, is said in the figure's place: a verdict is still due.
+Without a completed trace, a message replaces the figure: a verdict is still due.
 """
 
 import numpy as np
@@ -16,9 +16,9 @@ NOT_ENDED = ": not traced to its end"
 
 
 def arrival_order(traced: Traced, trials: list[str]):
-    """When each gradient of step 1 arrives, against the parameter's place in the model; a panel a
-    trial. A rank is a marker. What is missing stands at the left edge in red, what arrives as zero
-    keeps its place, in a red square."""
+    """Plot the arrival order of gradients in step 1 against the parameter's place in the model, a
+    panel per trial, a marker per rank. Missing ones are red at the left edge; those that arrive as
+    zero keep their place, in a red square."""
     rows = table.frame(traced, "arrivals", step=1)
     shown = [name for name in trials if (rows["trial"] == name).any()]
     if not shown:
@@ -39,7 +39,7 @@ def arrival_order(traced: Traced, trials: list[str]):
 
 
 def buckets(traced: Traced, trials: list[str]):
-    """DDP's buckets by elements, stacked in their order: a bar a step and rank, a panel a trial."""
+    """Plot DDP's buckets by elements, stacked in order: bars by step and rank, panels by trial."""
     found = {name: steps for name in trials if (steps := table.layouts(traced, name))}
     if not found:
         return looks.nothing(f"no buckets of {', '.join(trials)}{NOT_ENDED}")
@@ -61,10 +61,10 @@ def buckets(traced: Traced, trials: list[str]):
 
 
 def module_timeline(traced: Traced, trial: str):
-    """When each module's backward begins on each rank, ms since the first one's; what came before
-    it, and a pause of more than half of the rest, are cut out and told in words.
+    """Plot when each module's backward begins on each rank, in ms since the first; the time before
+    it, and a pause of more than half of the rest, are cut out and given as text.
 
-    Of the last step: in the first, kernels are compiled. Only modules at most three names deep.
+    Shows the last step, as kernels are compiled in the first, and modules at most three names deep.
     """
     times = table.modules(traced, trial, STEPS)
     times = times[[name.count(".") < 3 for name in times.index]]
@@ -94,19 +94,19 @@ def module_timeline(traced: Traced, trial: str):
 
 
 def _without_pause(times):
-    """The times without the longest stretch in which no module begins on any rank, if that is more
-    than half of all; and where it began and how long it was, (0, 0) where nothing was cut."""
+    """Cut the longest stretch in which no module begins on any rank, if it is more than half of the
+    total; also return its start and length, (0, 0) if nothing was cut."""
     values = np.unique(times.to_numpy()[~np.isnan(times.to_numpy())])
     waits = np.diff(values)
     if len(waits) < 3 or waits.max() <= values[-1] / 2:
         return times, (0.0, 0.0)
     begins, wait = values[waits.argmax()], waits.max()
-    left = 0.1 * (values[-1] - wait)  # a gap that the eye sees
+    left = 0.1 * (values[-1] - wait)  # a visible gap
     return times.where(times <= begins, times - wait + left), (begins + left / 2, wait - left)
 
 
 def _arrivals(axes, rows, place: dict[str, int], rank: int) -> None:
-    """One rank's arrivals, and what is missing or zero of them."""
+    """Draw one rank's arrivals, and its missing or zero gradients."""
     colour, marker = RANK_LOOKS[rank % len(RANK_LOOKS)]
     edge = -0.05 * len(place)
 
@@ -136,7 +136,7 @@ def _stack(axes, at: float, width: float, elements: list[int]) -> None:
 
 
 def _in_model_order(arrived: list[str]) -> list[str]:
-    """Embedding, blocks, final norm, head; within each the last to arrive comes first."""
+    """Sort as embedding, blocks, final norm, head; within each, the last to arrive comes first."""
     ends = {"embed_tokens": -1, "embed": -1, "norm": 10**6, "head": 10**6 + 1}
 
     def place(item: tuple[int, str]) -> tuple[int, int]:

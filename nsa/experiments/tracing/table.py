@@ -1,4 +1,4 @@
-"""What a distributed trace found, as tables and as the evidence files of its run."""
+"""Tables of a distributed trace, and the evidence files of its run."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,12 +17,12 @@ OUTCOME = [
 
 
 def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
-    """The tables of the run's evidence files, by their names; `step` counts from 1.
+    """Make the tables of the run's evidence files, by name; `step` counts from 1.
 
-    all_missing_params: every gradient that is missing or zero, with whether that is right
-    (`expected`) and whether it was planted. arrival_by_rank: a row a parameter, step and trial,
-    with order, ms and state of each rank. ddp_buckets, module_order: all rows. rank_outcomes: how
-    each rank ended each trial, with the traceback or stacks of one that failed.
+    all_missing_params: every gradient that is missing or zero, with its `expected` state and
+    `planted`. arrival_by_rank: a row per parameter, step and trial, with order, ms and state of
+    each rank. ddp_buckets, module_order: all rows. rank_outcomes: how each rank ended each trial,
+    with the traceback or stacks of one that failed.
     """
     arrivals = frame(traced, "arrivals")
     missing = arrivals[arrivals["state"] != "arrived"].copy()
@@ -41,7 +41,7 @@ def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
 
 
 def write_evidence(folder: str | Path, traced: Traced) -> pandas.DataFrame:
-    """Writes the evidence as CSV files into `folder`; returns their names and numbers of rows."""
+    """Write the evidence as CSV files into `folder`; return their names and row counts."""
     rows = []
     for name, table in evidence(traced).items():
         write_atomically(Path(folder, f"{name}.csv"), table.to_csv(index=False))
@@ -50,7 +50,7 @@ def write_evidence(folder: str | Path, traced: Traced) -> pandas.DataFrame:
 
 
 def frame(traced: Traced, kind: str, *trials: str, step: int | None = None) -> pandas.DataFrame:
-    """The rows of one kind, by COLUMNS; of these trials alone where any is named, and one step."""
+    """Rows of one kind, with COLUMNS; only of the named trials, if any, and one step."""
     table = pandas.DataFrame(getattr(traced, kind), columns=["trial", "rank", *COLUMNS[kind]])
     if kind == "arrivals":
         table["order"] = table["order"].astype("Int64")  # missing ones have none
@@ -60,7 +60,7 @@ def frame(traced: Traced, kind: str, *trials: str, step: int | None = None) -> p
 
 
 def by_rank(arrivals: pandas.DataFrame) -> pandas.DataFrame:
-    """A row a trial, step and parameter, with state, order and ms of each rank beside each other.
+    """Pivot to a row per trial, step and parameter, with state, order and ms of each rank.
     `same`: every rank has the same state and order."""
     keys = ["trial", "step", "parameter"]
     ranks = sorted(set(arrivals["rank"]))
@@ -75,7 +75,7 @@ def by_rank(arrivals: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def outcomes(traced: Traced) -> pandas.DataFrame:
-    """A row a trial: how its ranks ended, their losses, whether they end with the same weights."""
+    """Table with a row per trial: its ranks' outcomes, losses, and equality of final weights."""
     rows = []
     for trial in traced.trials:
         mine, losses = traced.of(trial.name), traced.losses(trial.name)
@@ -88,7 +88,7 @@ def outcomes(traced: Traced) -> pandas.DataFrame:
 
 
 def counts(traced: Traced) -> pandas.DataFrame:
-    """Arrived, missing and zero gradients of step 1, and how many of them should not be so."""
+    """Counts of arrived, missing and zero gradients of step 1, and of unexpected ones."""
     rows = frame(traced, "arrivals", step=1)
     found = {state: rows["state"] == state for state in STATES}
     found["unexpected"] = rows["state"] != rows["expected"]
@@ -96,7 +96,7 @@ def counts(traced: Traced) -> pandas.DataFrame:
 
 
 def unexpected(traced: Traced, step: int | None = None) -> pandas.DataFrame:
-    """Gradients that are missing or zero and should not be, a column a rank; of one step or all."""
+    """Table of unexpectedly missing or zero gradients, a column per rank; of one step or all."""
     table = frame(traced, "arrivals", step=step)
     wrong = table[table["state"] != table["expected"]]
     keys = ["trial", "step", "parameter"]
@@ -108,8 +108,8 @@ def unexpected(traced: Traced, step: int | None = None) -> pandas.DataFrame:
 
 
 def buckets(traced: Traced) -> pandas.DataFrame:
-    """The elements of each bucket, a row a trial and a column a step; equal on all ranks, or both.
-    An empty table where no rank traced any."""
+    """Table of the elements of each bucket, a row per trial, a column per step; one layout if all
+    ranks agree, else each. Empty if no rank traced any."""
     rows: dict[str, dict[str, str]] = {}
     for trial in dict.fromkeys(row["trial"] for row in traced.buckets):
         for step, by_rank in layouts(traced, trial).items():
@@ -119,7 +119,7 @@ def buckets(traced: Traced) -> pandas.DataFrame:
 
 
 def layouts(traced: Traced, trial: str) -> dict[int, dict[int, list[int]]]:
-    """{step: {rank: elements of its buckets}} of one trial."""
+    """Return {step: {rank: elements of its buckets}} of one trial."""
     found: dict[int, dict[int, list[int]]] = {}
     table = frame(traced, "buckets", trial).sort_values("index")
     for (step, rank), mine in table.groupby(["step", "rank"]):
@@ -128,7 +128,7 @@ def layouts(traced: Traced, trial: str) -> dict[int, dict[int, list[int]]]:
 
 
 def gradients(traced: Traced) -> pandas.DataFrame:
-    """How far the ranks' gradients are from one process's, worst rank and parameter of each way."""
+    """Table of the ranks' gradient errors against one process: worst rank and parameter per way."""
     table = frame(traced, "gradients")
     if not len(table):
         return table
@@ -137,7 +137,7 @@ def gradients(traced: Traced) -> pandas.DataFrame:
 
 
 def modules(traced: Traced, trial: str, step: int) -> pandas.DataFrame:
-    """When each module's backward begins, ms since the backward's begin, a column a rank."""
+    """Table of the start of each module's backward, in ms since the backward began, by rank."""
     table = frame(traced, "modules", trial, step=step)
     wide = table.pivot(index="module", columns="rank", values="ms")
     first = table[table["rank"] == table["rank"].min()].sort_values("order")["module"]
@@ -172,7 +172,7 @@ def to_metrics(traced: Traced) -> list[dict]:
 
 
 def planted_in(traced: Traced, trial: Trial, rank: int) -> tuple[str, ...]:
-    """The parameters whose gradients a trial's fault spoils on this rank; none without a fault."""
+    """Parameters whose gradients a trial's fault spoils on this rank; none without a fault."""
     if trial.fault is None:
         return ()
     fault = planted(trial.fault, traced.setup.spec(trial).config(), traced.setup.ranks)
@@ -180,7 +180,7 @@ def planted_in(traced: Traced, trial: Trial, rank: int) -> tuple[str, ...]:
 
 
 def facts(traced: Traced, chosen: Iterable[Trial]) -> list[str]:
-    """Lines that are the same on every machine: how trials ended, rows, the order of arrival."""
+    """Machine-independent lines: outcomes of trials, row counts, the order of arrival."""
     lines = []
     for trial in chosen:
         mine, steps = traced.of(trial.name), len(traced.losses(trial.name))

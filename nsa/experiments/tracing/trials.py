@@ -1,7 +1,7 @@
-"""Distributed training traced for three steps: each rank's gradients, buckets and modules.
+"""Trace distributed training for three steps: each rank's gradients, buckets and modules.
 
-Trials share a launch, for starting ranks takes longer than tracing them; one that breaks a launch
-off is a row, and the trials after it get a launch of their own.
+Trials share a launch, since starting ranks takes longer than tracing them; one that aborts a launch
+is recorded in a row, and the trials after it get another launch.
 """
 
 import json
@@ -24,12 +24,12 @@ COLUMNS = {  # of each kind of row, beside its trial and rank
     "buckets": ("step", "index", "elements", "bytes", "dtype", "is_last", "ms"),
     "gradients": ("way", "error", "parameter"),  # see `child.beside_one_process`
 }
-STEPS = 3  # DDP cuts its buckets anew after the first, with a static graph after the second
+STEPS = 3  # DDP rebuilds its buckets after the first, with a static graph after the second
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One way of training that is traced; `compared`: also held against a single process."""
+    """One traced way of training; `compared`: also compared with a single process."""
 
     name: str
     kind: str = "ddp"  # or "fsdp"
@@ -53,10 +53,10 @@ TRIALS = (*CLEAN, *BRANCHES, *PLANTED)
 
 @dataclass(frozen=True)
 class Setup(TrainingSpec):
-    """What all trials have in common. Raises ValueError for what no rank could run."""
+    """Settings common to all trials. Raises ValueError for what no rank can run."""
 
     ranks: int = 2
-    parallel: str = "ddp"  # each trial has its own
+    parallel: str = "ddp"  # overridden by each trial
     data: str = "synthetic"
     communication: str | None = None  # "gloo", "nccl"; None: NCCL on GPUs and gloo on CPUs
     bucket_mb: float = 25.0  # of DDP's buckets
@@ -75,14 +75,14 @@ class Setup(TrainingSpec):
         super().__post_init__()
 
     def spec(self, trial: Trial) -> TrainingSpec:
-        """The training of a trial. ValueError for what no rank could run."""
+        """Training of a trial. ValueError for what no rank can run."""
         changes = {"force_branch": trial.branch, **self.changes}
         return replace(self, parallel=trial.kind, changes=changes)
 
 
 @dataclass
 class Traced:
-    """What a trace found: rows of COLUMNS, each with its trial and rank; steps count from 1."""
+    """Result of a trace: rows of COLUMNS, each with its trial and rank; steps count from 1."""
 
     setup: Setup
     trials: tuple[Trial, ...]
@@ -96,21 +96,21 @@ class Traced:
     launches: int = 0
 
     def of(self, trial: str) -> list[dict]:
-        """A trial's outcomes, by rank; empty for one that was not tried."""
+        """Outcomes of a trial, by rank; empty for one that was not tried."""
         return [row for row in self.outcomes if row["trial"] == trial]
 
     def ended(self, trial: str) -> bool:
-        """Whether it trained to its end on every rank."""
+        """Return True if the trial trained to its end on every rank."""
         rows = self.of(trial)
         return bool(rows) and all(row["status"] == "ok" for row in rows)
 
     def losses(self, trial: str) -> list[float]:
-        """Its losses, a step each; empty for one that did not end."""
+        """Losses of a trial, one per step; empty for one that did not end."""
         return self.of(trial)[0]["losses"] if self.ended(trial) else []
 
 
 def trials_for(ranks: int, names: Iterable[str] = ()) -> tuple[Trial, ...]:
-    """The trials of these names, all for none; without what needs a second rank, for one rank.
+    """Select trials by name, all if none is given; for one rank, without those that need two.
     ValueError for an unknown name."""
     known = {trial.name: trial for trial in TRIALS}
     names = tuple(names)
@@ -122,14 +122,14 @@ def trials_for(ranks: int, names: Iterable[str] = ()) -> tuple[Trial, ...]:
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for notebook parameters that cannot be run."""
     names = ("preset", "tokens", "batch", "ranks", "backend", "precision", "bucket_mb", "data")
     layers, how = values["layers"] or None, values["communication"]
     where = "cpu" if values["device"] == "cpu" or how != "nccl" else "cuda"
     same = {name: values[name] for name in names} | {"layers": layers, "device": where}
     setup = Setup(**same, communication=None if how == "auto" else how)
     for trial in trials_for(values["ranks"], values["trials"]):
-        if trial.name != "static graph + find unused":  # whose refusal is what is looked at
+        if trial.name != "static graph + find unused":  # it is expected to be refused
             setup.spec(trial)
 
 
@@ -143,11 +143,11 @@ def trace(
     progress: bool = True,
     entry: str = ENTRY,
 ) -> Traced:
-    """Three training steps of each trial on every rank, under torchrun in child processes.
+    """Trace three training steps of each trial on every rank, under torchrun in child processes.
 
     deadline_s: for each launch; usually there is one. threads: torch's CPU threads in each rank.
-    `folder` keeps what each rank wrote and printed. A trial that fails is a row for each rank: the
-    traceback of who raised, or where it stood; never an exception here.
+    `folder` keeps the files and output of each rank. A trial that fails gives a row for each rank,
+    with its traceback or its last place, and never an exception here.
     """
     found = Traced(setup, tuple(trials))
     with lines(len(trials), progress, "trial") as say:
@@ -175,7 +175,7 @@ def _launch_until_decided(
 
 
 def _collect(found: Traced, todo: list, rows: list[dict], place: Path, say: Callable) -> int:
-    """Adds what a launch left; returns how many of its trials are decided."""
+    """Add the results of a launch; return how many of its trials are decided."""
     none_began = not any(row["place"].startswith("trial ") for row in rows)
     for done, (number, trial) in enumerate(todo, 1):
         records = [_record(place / f"trial-{number}-rank-{row['rank']}.json", row) for row in rows]
@@ -196,7 +196,7 @@ def _collect(found: Traced, todo: list, rows: list[dict], place: Path, say: Call
 
 
 def _record(file: Path, row: dict) -> dict:
-    """What the rank left of a trial, or, where it left nothing, how the rank ended."""
+    """Read the rank's record of a trial or, if there is none, how the rank ended."""
     try:
         left = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -207,7 +207,7 @@ def _record(file: Path, row: dict) -> dict:
 
 
 def _judge_shards_together(records: list[dict]) -> None:
-    """A rank sees its own rows of a gradient; only where all ranks' are zero is it zero."""
+    """Mark a sharded gradient as zero only if it is zero on all ranks; each sees only its rows."""
     every = [row for record in records for row in (record.get("result") or {}).get("arrivals", ())]
     alive = {(row["step"], row["parameter"]) for row in every if row["state"] == "arrived"}
     for row in every:
@@ -216,6 +216,6 @@ def _judge_shards_together(records: list[dict]) -> None:
 
 
 def why(rows: Iterable[dict]) -> str:
-    """What the rank that failed first said, of a trial's rows; "" where none said anything."""
+    """Message of the rank that failed first, from a trial's rows; "" if there is none."""
     said = sorted(rows, key=lambda row: (not row["first"], row["status"] == "ended"))
     return next((row["message"] for row in said if row["message"]), "")

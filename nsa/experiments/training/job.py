@@ -1,4 +1,4 @@
-"""One training job: everything that decides it as one value, and the loop that each rank runs."""
+"""One training job: its complete settings as one value, and the loop that each rank runs."""
 
 import re
 import sys
@@ -36,14 +36,14 @@ from nsa.workbook.store import find_machine
 
 TASKS = ("copy", "needle", "recall")
 OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "ranges", "stats")
-CHUNK = 50  # steps between two looks at the losses, each of which waits for the device once
+CHUNK = 50  # steps between reads of the losses, each of which waits for the device once
 EVALUATION_BATCHES = 8
 
 
 @dataclass(frozen=True)
 class Job:
-    """What `nsa train` was asked for, checked as far as no rank is needed to do so. Raises
-    ValueError for values that no rank could use; the message says what would do."""
+    """Request of `nsa train`, checked as far as possible without ranks. Raises ValueError for
+    values that no rank can use; the message suggests valid ones."""
 
     model: ModelConfig
     train: TrainConfig  # with its number of steps
@@ -59,15 +59,15 @@ class Job:
     comm_hook: str = "none"
     gradient_as_bucket_view: bool = True
     save_every: int | None = None
-    weights: bool = True  # a checkpoint is left at the end
+    weights: bool = True  # write a checkpoint at the end
     eval_every: int | None = None
     resume: str | None = None
     observe: tuple[str, ...] = ()
     observe_every: int = SAMPLED  # of arrival and modules
-    halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
-    max_skips: int = BOUND  # steps left out in a row
+    halt_file: str | None = None  # ends the run when it exists; None: HALT in the run's folder
+    max_skips: int = BOUND  # consecutive skipped steps
     profile: str = ""  # steps under torch's profiler: "20:23", or how many
-    memory_snapshot: str = ""  # the step whose memory is told, or "second"
+    memory_snapshot: str = ""  # the step whose memory is recorded, or "second"
     watchdog: str = "report"  # or "off"
     guard: tuple[str, ...] = ()  # as `memory=60GiB:warn,65GiB:stop`; see lab.observers.guard_rules
 
@@ -106,13 +106,13 @@ class Job:
         if self.train.cuda_graph:
             where = torch.device(find_machine(self.device).where)
             check_capturable(self.train, where, Parallel(self.kind, **self._options()))
-        if self.data != "fineweb-edu":  # which costs a download
-            source_of(self).batch(0, 1, self.train.tokens)  # T longer than the data
+        if self.data != "fineweb-edu":  # which needs a download
+            source_of(self).batch(0, 1, self.train.tokens)  # raises if T is longer than the data
 
     def profiled(self, first: int) -> range:
-        """The steps that `profile` names, of a job whose first step is `first`; a number of them is
-        taken from behind the warm-up, or else from the end. Raises ValueError for others than it
-        takes, or those in which a CUDA graph is warmed up and captured."""
+        """Return the steps that `profile` names, for a job whose first step is `first`; a number of
+        them starts after the warm-up, or else is taken from the end. Raises ValueError for steps
+        that it does not run, or in which a CUDA graph is warmed up and captured."""
         if not self.profile:
             return range(0)
         found, last = re.fullmatch(r"(\d+)(?::(\d+))?", self.profile, re.ASCII), self.train.steps
@@ -134,29 +134,29 @@ class Job:
         return steps
 
     def snapshot(self, first: int) -> int | None:
-        """The step that `memory_snapshot` names, if any, as `profiled` has those of `profile`."""
+        """Step that `memory_snapshot` names, if any, as `profiled` returns those of `profile`."""
         others = range(first, self.train.steps), self.profiled(first), self.train.cuda_graph
         return memory_snapshot.chosen(self.memory_snapshot, *others)
 
     def guards(self, name: str) -> bool:
-        """Whether that guard was asked for, rather than there by default."""
+        """Return True if this guard was requested, rather than on by default."""
         asked = any(text.partition("=")[0].strip() == name for text in self.guard)
         return asked and bool(guard_rules.levels(self.guard)[name])
 
     def join(self) -> Parallel:
-        """This process's place in the job; see nsa.model.parallel.start."""
+        """Join the job and return this process's place in it; see nsa.model.parallel.start."""
         return parallel.start(
             self.kind, backend=self.backend, device=self.device, **self._options()
         )
 
     def _options(self) -> dict[str, Any]:
-        """DDP's, as nsa.model.parallel names them."""
+        """DDP options, by their names in nsa.model.parallel."""
         names = ("static_graph", "bucket_mb", "comm_hook", "gradient_as_bucket_view")
         options = {name: getattr(self, name) for name in names}
         return options | {"find_unused_parameters": self.find_unused}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON; `from_dict` brings the same job back."""
+        """Convert to plain values, fit for JSON; `from_dict` restores the same job."""
         model, train = self.model.to_dict(), self.train.to_dict()
         lists = {"observe": list(self.observe), "guard": list(self.guard)}
         return asdict(self) | lists | {"model": model, "train": train}
@@ -170,8 +170,8 @@ class Job:
 
 
 def source_of(job: Job) -> Any:
-    """The data that a job's name for it means, of nsa.model.train's protocol. Raises ValueError for
-    a name that is neither known nor a file or folder."""
+    """Return a job's data by its name, in nsa.model.train's protocol. Raises ValueError for a
+    name that is neither known nor a file or folder."""
     if job.data == "text":
         return data.text(seed=job.seed)
     if job.data == "synthetic":
@@ -194,7 +194,7 @@ def source_of(job: Job) -> Any:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A stream without its first batches: text that has an order is not to be read far ahead."""
+    """Stream without its first batches: an ordered text should not be read far ahead."""
 
     stream: Any
 
@@ -206,16 +206,16 @@ class HeldOut:
 
 
 def evaluation(source: Any) -> dict[str, Any]:
-    """Where Trainer.evaluate finds batches that training never meets: what it is called with."""
+    """Arguments with which Trainer.evaluate uses batches that training never sees."""
     if isinstance(source, HeldOut):
         return {"data": source.stream, "first_step": 0}
     return {"data": source}
 
 
 def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
-    """Trains this rank to the job's end; every rank of the job calls it with its own place. Rank 0
-    writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`. Returns what is
-    in the last; of a run that was ended in order, `stop` says why, alike on every rank."""
+    """Train this rank to the job's end; every rank of the job calls it with its own place. Rank 0
+    writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`. Returns the
+    content of the last; after an orderly stop, `stop` has the reason, the same on every rank."""
     device = place.device if place.kind != "none" else find_machine(job.device).where
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)
@@ -238,7 +238,7 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
             trainer.close()
         if place.rank == 0 and "profile" in observers and observers["profile"].done:
             observers["profile"].report().write(folder)
-        result["attention"] = seen.record()  # what computed it, and what "auto" passed over
+        result["attention"] = seen.record()  # what computed it, and what "auto" rejected
         result |= {"data": ahead.record(), **speed.result()}
     place.barrier()
     if place.rank == 0:
@@ -315,7 +315,7 @@ def _loop(
 def _ended(
     stopped: Stopped, job: Job, trainer: Trainer, folder: Path
 ) -> tuple[Stopped, str | None]:
-    """The end with all that ranks know of it, and a checkpoint where weights are good."""
+    """Return the stop with the knowledge of all ranks, and a checkpoint if the weights are good."""
     stop, checkpoints, kept = explained(stopped, trainer), folder / "checkpoints", None
     if (job.save_every or job.weights) and stop.reason != "non_finite":
         try:
@@ -328,7 +328,7 @@ def _ended(
 
 
 class _Table:
-    """A CSV file of losses that is whole after every addition; only rank 0 writes one."""
+    """CSV file of losses that is complete after every addition; only rank 0 writes one."""
 
     def __init__(self, path: Path, header: str, writes: bool) -> None:
         self._path, self._writes, self._lines = path, writes, [header]
@@ -340,8 +340,8 @@ class _Table:
 
 
 def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> dict[str, Any]:
-    """This rank's observers by name: always a heartbeat, whose lines rank 0 prints, and the guards.
-    Arrival and modules look at the first step and every `observe_every`-th; writers are rank 0's.
+    """Make this rank's observers by name: always a heartbeat, printed by rank 0, and the guards.
+    Arrival and modules sample the first step and every `observe_every`-th; only rank 0 has writers.
     """
     rank, model, every = trainer.parallel.rank, trainer.model, job.observe_every
     written = {
@@ -367,12 +367,12 @@ def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> d
         made["profile"] = StepTrace(model, trainer.device, steps, file)
     if (step := job.snapshot(trainer.steps_done)) is not None:
         made["memory"] = memory_snapshot.MemorySnapshot(step, folder, rank)
-    # writers so that what the others still hand them is written, guards because they may raise
+    # writers late, since the others still write to them; guards last, because they may raise
     return made | kept | {"guards": guards}
 
 
 def _write_rows(observers: Mapping[str, Any], rank: int, folder: Path) -> None:
-    """<name>-rank<r>.json of the observers that kept rows; of those by step, the last looked at."""
+    """Write <name>-rank<r>.json for observers that kept rows; if by step, of the last sampled."""
     for name, observer in observers.items():
         rows = getattr(observer, "rows", None) or getattr(observer, "table", None)
         if rows is not None:

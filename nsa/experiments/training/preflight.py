@@ -1,5 +1,5 @@
-"""What is looked at before the first step of `nsa train`: a machine or a request that would spoil
-the run is refused with its reason, what may be meant is warned of."""
+"""Checks before the first step of `nsa train`: a machine or a request that would spoil the run is
+refused with its reason; questionable settings give warnings."""
 
 import os
 import shutil
@@ -20,11 +20,11 @@ from nsa.model.train_config import TrainConfig
 from whyhung.process import preflight, sources
 
 REFUSE, WARN, OFF = HOW = ("refuse", "warn", "off")
-AUTO = ("triton", "packed", "gather")  # what `auto` may take, by the memory that they hold
-UNSAVED = 1000  # steps from which on it is remarkable that no checkpoint is written
+AUTO = ("triton", "packed", "gather")  # what `auto` may select, by the memory that they hold
+UNSAVED = 1000  # steps above which missing checkpoints give a warning
 GIB = 2**30
 GATES = {"gate", "gate_temperature", "gate_init", "stopgrad_gates"}
-# What means nothing to a model, by the names of --set.
+# Settings without effect on a model, by the names of --set.
 UNUSED_BY = {
     "attention=dense": GATES | {"nsa", "phi", "compress_rope", "shared_kv", "sinks"},
     "force_branch=cmp": GATES | {"nsa.window"},
@@ -35,7 +35,7 @@ UNUSED_BY = {
 
 @dataclass(frozen=True)
 class Finding:
-    """state: "ok", "warning", "refused" or "unknown" (it could not be found out)."""
+    """One finding. state: "ok", "warning", "refused" or "unknown" (not determinable)."""
 
     about: str  # gpu, memory, installation, options, disk
     state: str
@@ -45,9 +45,9 @@ class Finding:
 def check(
     job: Job, how: str = REFUSE, changed: Iterable[str] = (), runs: str = "runs"
 ) -> dict[str, Any]:
-    """What was found, for preflight.json; warnings go to stderr. `changed` are the model's fields
-    that --set names, `runs` where the run's folder will be. Raises ValueError with all reasons if
-    one is refused and `how` is "refuse"."""
+    """Run the checks; return findings for preflight.json. Warnings go to stderr. `changed` are the
+    model's fields named by --set, `runs` the parent of the run's folder. Raises ValueError with all
+    reasons if one is refused and `how` is "refuse"."""
     if how not in HOW:
         raise ValueError(f"preflight={how!r} must be one of {', '.join(HOW)}")
     if how == OFF:
@@ -63,7 +63,7 @@ def check(
 
 
 def look(job: Job, changed: Iterable[str] = (), runs: str = "runs") -> Iterator[Finding]:
-    """One finding or more about each of gpu, memory, installation, options and disk."""
+    """Yield at least one finding each about gpu, memory, installation, options and disk."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", job.ranks))
     on_gpu = devices(local, None, job.device)[0]
     only = preflight.first(local) if on_gpu else None
@@ -88,8 +88,8 @@ def _gpu(on_gpu: bool, only: str | None) -> Iterator[Finding]:
 
 
 def needed(job: Job, ranks: int) -> tuple[int, int | None, str]:
-    """Bytes on each rank: (weights, gradients and moments, exactly; with activations the least that
-    the peak can be, None where no formula is known; how uncertain that is)."""
+    """Estimate bytes per rank: (weights, gradients and moments, exactly; with activations, a lower
+    bound of the peak, None if no formula is known; its uncertainty as text)."""
     model, train = job.model, job.train
     state = predict(model)
     shards = ranks if job.kind == "fsdp" else 1
@@ -102,7 +102,7 @@ def needed(job: Job, ranks: int) -> tuple[int, int | None, str]:
     dtype = "fp32" if train.precision == "fp32" else "bf16"
     each = [activations(model, train.tokens, rows, dtype, backend) for backend in backends]
     kept = max(each, key=lambda found: found.total)
-    # A recomputed block keeps its input, and one at a time all that it makes.
+    # A recomputed block keeps its input; one at a time keeps all of its activations.
     recomputed = max(0, len(layer_range(model.checkpoint, model.layers)) - 1)
     of_a_layer = (kept.total - kept.casts - kept.head) // model.layers
     saved = recomputed * (of_a_layer - rows * train.tokens * model.dim * 4)
@@ -140,14 +140,14 @@ def _size(count: int) -> str:
 
 
 def _free_on_gpu(only: str | None) -> int | None:
-    """Bytes, on that of the GPUs which has least. Asks nvidia-smi: a context of ours would hold
+    """Free bytes on the GPU with the least, by nvidia-smi: a CUDA context of our own would hold
     memory as long as this process lives."""
     found = [] if only is None else preflight.numbers("memory.free", only)
     return min(found) * 2**20 if found else None
 
 
 def installation(here: Path, package: Path = Path(nsa.__file__).parent) -> Finding:
-    """Whether the nsa that is imported is that of the source tree in which one stands."""
+    """Check that the imported nsa is that of the source tree of the current folder."""
     trees = (folder for folder in (here, *here.parents) if _is_source(folder))
     tree = next(trees, None)
     if tree is None or (tree / "nsa").resolve() == package.resolve():
@@ -177,7 +177,7 @@ def _hashes(package: Path) -> dict[str, str]:
 
 
 def _options(job: Job, changed: set[str]) -> Iterator[Finding]:
-    """Those that change nothing, and one that is missed later."""
+    """Find options without effect, and a missing one that may be regretted later."""
     train, found = job.train, []
     if train.min_lr and train.schedule == "constant":
         found.append("--min-lr is never used: the schedule is constant")
@@ -206,7 +206,7 @@ def _options(job: Job, changed: set[str]) -> Iterator[Finding]:
 
 
 def _disk(job: Job, runs: Path) -> Finding:
-    """Room for the checkpoints that are kept, and for the next, which comes before one goes."""
+    """Check disk space for the kept checkpoints and the next, written before one is deleted."""
     count = KEPT + 1 if job.save_every else int(job.weights)
     if not count:
         return Finding("disk", "ok", "no checkpoint is written")

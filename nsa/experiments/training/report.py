@@ -1,4 +1,4 @@
-"""The page of one training: what it was, how its loss went, what it warned of, how to go on."""
+"""Report page of one training: its settings, loss curve, warnings, and how to continue."""
 
 import base64
 import csv
@@ -15,7 +15,7 @@ from nsa.workbook import looks, report, timeline
 from nsa.workbook.files import read_json
 from nsa.workbook.record import load
 
-MOST = 400  # points of a curve; of more, each is a mean of its neighbours
+MOST = 400  # points of a curve; if there are more, neighbours are averaged
 HOW_TO_READ = (
     "From left to right the allocator's events of one step, dashed lines where phases begin. What "
     "stays at one height was there before; activations grow in the forward and shrink in the "
@@ -25,8 +25,8 @@ FINDINGS = {"warning": "warning", "refused": "went on all the same"}
 
 
 def render(folder: str | Path) -> Path:
-    """Writes report.html into a training run's folder; returns its path. What a run that was cut
-    short does not have is left out."""
+    """Write report.html into a training run's folder; return its path. Parts that an interrupted
+    run lacks are left out."""
     from nbformat.v4 import new_code_cell, new_notebook, new_output
 
     folder = Path(folder)
@@ -65,7 +65,7 @@ def _parts(folder: Path):
 
 
 def _findings(folder: Path, result: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the run found, in words; of one that was cut short what its losses tell."""
+    """Findings of the run in words; for one that was cut short, from its losses."""
     rows = _rows(folder / "losses.csv")
     found = [("steps", str(result.get("steps", len(rows))))]
     if rows:
@@ -100,7 +100,7 @@ def _warnings(folder: Path, result: dict[str, Any]):
 
 
 def _curves(folder: Path) -> str:
-    """Loss and gradient norm against steps, with what was measured on held-out batches."""
+    """Plot loss and gradient norm against steps, with losses on held-out batches."""
     rows, evaluated = _rows(folder / "losses.csv"), _rows(folder / "evaluations.csv")
     if not rows:
         return "<p>No step was finished, or its loss was never read.</p>"
@@ -123,7 +123,7 @@ def _curves(folder: Path) -> str:
 
 
 def _memory(folder: Path):
-    """Of each rank that was asked for one: a step's memory as picture and page."""
+    """Yield a step's memory as picture and text, for each rank that recorded one."""
     for page in sorted(folder.glob("memory-rank*.txt")):
         told = page.read_text(encoding="utf-8")
         if (record := page.with_suffix(".json")).is_file():
@@ -144,14 +144,14 @@ def _image(fig, said: str) -> str:
 
 
 def _thinned(rows: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Means of neighbours, so many that no more than MOST are left."""
+    """Average neighbours so that at most MOST rows are left."""
     size = math.ceil(len(rows) / MOST)
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
     return [tuple(fmean(column) for column in zip(*part, strict=True)) for part in parts]
 
 
 def _rows(file: Path) -> list[tuple[float, ...]]:
-    """A table of numbers without its header; [] where there is none."""
+    """Read a table of numbers without its header; [] if there is none."""
     if not file.is_file():
         return []
     with file.open(encoding="utf-8", newline="") as lines:

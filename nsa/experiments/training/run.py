@@ -1,9 +1,9 @@
-"""A training job's run folder: who writes its record, and how the job's end is told.
+"""Run folder of a training job: how its record is written, and how the job's end is reported.
 
 `runs/<date>/train-<id>/` holds job.json, environment.json, record.json and, for each rank, its log,
-its state and its heartbeats. With `nsa train --ranks 2` a supervisor writes the record, whatever
-becomes of the ranks. Under a torchrun of one's own, or alone, rank 0 does, and if it is killed
-whichever rank is left; where none is, the record's heartbeat stops and the run shows as lost.
+its state and its heartbeats. With `nsa train --ranks 2` a supervisor writes the record, however the
+ranks end. Under a user's own torchrun, or alone, rank 0 writes it, or if it is killed, any
+remaining rank; if none is left, the record's heartbeat stops and the run shows as lost.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ MODULE = "nsa.experiments.training.run"  # `python -m MODULE FOLDER`: one rank o
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: the record's status, and the first rank to fail with what it said. `result`
-    goes as far as the job came; its `stop` says what ended a job in order: a halt file, whose job
-    is "ok", or a guard."""
+    """End of a job: the record's status, and the first rank to fail with its message. `result`
+    covers the job as far as it got; its `stop` has the reason for an orderly stop: a halt file,
+    whose job is "ok", or a guard."""
 
     folder: Path
     status: str
@@ -50,8 +50,8 @@ def make_folder(
     given: str | None,
     preflight: dict[str, Any] | None = None,
 ) -> Path:
-    """The run's folder with job.json, environment.json and what `preflight` found in it. Raises
-    ValueError when it cannot be written, or `given` holds a run already."""
+    """Create the run's folder with job.json, environment.json and the `preflight` findings. Raises
+    ValueError if it cannot be written, or `given` holds a run already."""
     facts, content = environment.snapshot(job.seed), job.to_dict()
     if given is None:
         spec = json.dumps([content, facts.get("git")], sort_keys=True, default=str)
@@ -73,8 +73,8 @@ def make_folder(
 
 
 def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
-    """Runs the job's ranks under torchrun, in processes of their own, and writes the record. Ctrl-C
-    and SIGTERM end them all and are recorded. Raises ValueError for a port in use."""
+    """Run the job's ranks under torchrun, in separate processes, and write the record. Ctrl-C and
+    SIGTERM end them all and are recorded. Raises ValueError for a port in use."""
     from whyhung.process import launch
 
     record, codes, stopped = _record(folder), {}, ""
@@ -93,7 +93,7 @@ def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
 
 
 def alone(job: "Job", folder: Path) -> Ended:
-    """Runs the job in this process."""
+    """Run the job in this process."""
     record = _record(folder)
 
     def close() -> Ended:
@@ -109,12 +109,12 @@ def alone(job: "Job", folder: Path) -> Ended:
 
 
 def under_torchrun(job: "Job", argv: list[str], **places: Any) -> Ended:
-    """Runs this rank of a job that somebody's torchrun started; rank 0 makes folder and record, the
-    former by `make_folder(job, argv, **places)`.
-    Does not return to a caller that could be kept waiting: a rank that fails ends its process."""
+    """Run this rank of a job started by a user's torchrun; rank 0 makes the folder, by
+    `make_folder(job, argv, **places)`, and the record.
+    A rank that fails ends its process instead of returning to a caller that might block."""
     from torch.distributed import broadcast_object_list
 
-    os.environ.pop(PARENT, None)  # names who started torchrun, where that is one of ours
+    os.environ.pop(PARENT, None)  # the process that started torchrun, if it is one of ours
     die_with_parent()
     place = job.join()
     everyone = [str(make_folder(job, argv, **places)) if place.rank == 0 else None]
@@ -133,7 +133,7 @@ def under_torchrun(job: "Job", argv: list[str], **places: Any) -> Ended:
 
 
 def supervised_rank(folder: Path) -> None:
-    """The inside of a rank that `supervise` started."""
+    """Run a rank that `supervise` started."""
     die_with_parent()
     rank = int(os.environ["RANK"])
     try:
@@ -149,7 +149,7 @@ def supervised_rank(folder: Path) -> None:
 
 
 def end_process(error: BaseException, rank: int | None = None) -> None:
-    """Ends this process at once: leaving a group whose members may be gone can take for ever."""
+    """End this process at once: leaving a group whose members may be gone can block forever."""
     bad_input = isinstance(error, ValueError | ModuleNotFoundError)
     if rank == 0:
         print(f"nsa: {one_line(error)}", file=sys.stderr)
@@ -161,7 +161,7 @@ def end_process(error: BaseException, rank: int | None = None) -> None:
 def _rank(
     job: "Job", folder: Path, rank: int, when_ended: Callable[[], Any], place: Any = None
 ) -> dict[str, Any]:
-    """Trains as one rank, which joins the others unless it has its place among them."""
+    """Train as one rank, which joins the others unless `place` is given."""
     from nsa.experiments.training import job as training_job
 
     with accounted(folder, rank, when_ended) as told:
@@ -171,7 +171,7 @@ def _rank(
             told |= {"stop": result["stop"]} if "stop" in result else {}
             place.close()  # a rank that failed does not: it would wait for the others
         except Exception:
-            # into the log alone: what the terminal gets is one line
+            # into the log alone: the terminal gets one line
             os.write(2, traceback.format_exc().encode())
             raise
     return result
@@ -188,7 +188,7 @@ def _close(
     codes: Mapping[int, int] | None = None,
     stopped: str = "",
 ) -> Ended:
-    """Writes the record's last word from what the ranks said, and tells it."""
+    """Close the record from the ranks' states, and return the job's end."""
     failure = first_failure(folder, ranks, codes)
     if failure is not None and failure.how in ("interrupted", "terminated"):
         stopped = stopped or failure.how

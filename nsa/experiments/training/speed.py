@@ -1,6 +1,6 @@
-"""How fast a training job was, by the steps that tell it: neither the first ones nor watched ones.
+"""Speed of a training job, measured without its first steps and without profiled steps.
 
-Each stretch of steps is timed from idle to idle, without what lies between stretches (evaluation,
+Each stretch of steps is timed from idle to idle, without the work between stretches (evaluation,
 checkpoints).
 """
 
@@ -13,13 +13,13 @@ from nsa.model.data import Prefetch, spread_ms
 from nsa.model.train import Trainer
 
 LEFT_OUT = 20  # steps at the start of a process: compile, capture of a graph, tuning, warm-up
-NOTICED = 0.01  # the share of a step from which on waiting for data is printed
+NOTICED = 0.01  # fraction of a step above which waiting for data is printed
 
 
 class Speed:
-    """Times the stretches of a job that starts where the trainer is now.
+    """Time the stretches of a job that starts at the trainer's current step.
 
-    A run must end at each of `borders`. `profiled` steps do not count either: being watched slows
+    A run must end at each of `borders`. `profiled` steps do not count either: profiling slows
     them down.
     """
 
@@ -35,13 +35,13 @@ class Speed:
         self._stretches: list[tuple[range, float, range]] = []  # steps, seconds, batches
 
     def borders(self, now: int) -> list[int]:
-        """Steps after `now` before which a run has to end."""
+        """Steps after `now` before which a run must end."""
         profiled = [self._profiled.start, self._profiled.stop] if self._profiled else []
         return [step for step in (self.first + LEFT_OUT, *profiled) if step > now]
 
     @contextmanager
     def stretch(self) -> Iterator[None]:
-        """Around a run of steps, at whose end the device is waited for."""
+        """Context that times a run of steps, at whose end the device is synchronized."""
         step, batch, began = self._trainer.steps_done, self._data.batches, self._clock()
         yield
         seconds = self._clock() - began
@@ -49,8 +49,8 @@ class Speed:
         self._stretches.append((steps, seconds, range(batch, self._data.batches)))
 
     def result(self) -> dict[str, Any]:
-        """{"tokens_per_s", None where no step counts, "timed_steps", "timed_s", "speed" and
-        "loader", both in words or None, and "waits"}: see `loader`."""
+        """Return {"tokens_per_s", None if no step counts, "timed_steps", "timed_s", "speed" and
+        "loader", both in words or None, and "waits"}: see `_loader`."""
         counted = [
             stretch
             for stretch in self._stretches
@@ -77,9 +77,9 @@ class Speed:
         }
 
     def _loader(self, stretches: list[tuple[range, float, range]]) -> dict[str, Any]:
-        """ "waits": of the batches of these steps, but for the job's very first, which nobody could
-        have drawn ahead; p50_ms, p95_ms, max_ms, and their share of the steps' time. "loader": that
-        in words where it is noticed."""
+        """Return "waits" for these steps' batches, except the job's first, never prefetched:
+        p50_ms, p95_ms, max_ms, and their share of the steps' time; and "loader", the same in words
+        if the share exceeds NOTICED."""
         batches = [self._data.waits_s[i] for *_, drawn in stretches for i in drawn if i > 0]
         seconds = sum(s for _, s, _ in stretches)
         if not batches or not seconds:

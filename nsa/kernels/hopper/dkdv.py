@@ -1,4 +1,4 @@
-"""dk and dv of the compressed and the window branch by specialized warps."""
+"""Warp-specialized dk and dv of the compressed and the window branch."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,7 +15,7 @@ from nsa.kernels.span_common import key_part, seen_by, sees
 
 @gluon.jit
 def _steps(head, tiles, step_begin, step_end):
-    """The steps of a program's share, of `tiles` a head, that are `head`'s."""
+    """Steps of a program's share, with `tiles` per head, that belong to `head`."""
     low = gl.maximum(step_begin - head * tiles, 0)
     return low, gl.maximum(gl.minimum(step_end - head * tiles, tiles), low)
 
@@ -24,7 +24,7 @@ def _steps(head, tiles, step_begin, step_end):
 def _fetch(
     q, k, v, do, lse2, delta, gate, held, heads, place, EACH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches: both halves of keys and values, then a stage of queries a step."""
+    """Producer warp: fetch both halves of keys and values, then a stage of queries per step."""
     k_at, v_at, q_at, do_at, lines_at, loaded, full, empty = held
     sequence, kv_head, first_head = heads
     first, begin, tiles, step_begin, step_end = place
@@ -64,7 +64,7 @@ def _sum_keys(
     held, dk, dv, out_strides, place, ends, scales,
     SIDE: gl.constexpr, SPAN: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that computes: dk and dv of its half of the keys. Scores are [keys, tokens]."""
+    """Consumer warpgroup: dk and dv of its half of the keys. Scores are [keys, tokens]."""
     k_at, v_at, q_at, do_at, lines_at, loaded, full, empty = held
     first, tile_begin, tiles, step_begin, step_end = place
     rows, token_rows, out_row = ends
@@ -151,9 +151,9 @@ def dkdv_kernel(
     SIZES: gl.constexpr, SPAN: gl.constexpr, EACH: gl.constexpr, SPLITS: gl.constexpr,
     TOGETHER: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`span_bwd_kernels.dkdv_kernel` of dense sequences; tokens, keys: how many a sequence has.
+    """`span_bwd_kernels.dkdv_kernel` for dense sequences; tokens, keys: numbers per sequence.
 
-    strides: of dk, and of dv, by (row, head, part).
+    strides: strides of dk and of dv by (row, head, part).
     """
     M: gl.constexpr = q.block_shape[2]
     N: gl.constexpr = k.block_shape[2]

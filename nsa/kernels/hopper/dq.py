@@ -1,4 +1,4 @@
-"""dq of the compressed and the window branch by specialized warps."""
+"""Warp-specialized dq of the compressed and the window branch."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +28,7 @@ def _fetch_keys(
     k, v, fetched, place, SIZES: gl.constexpr, ROWS: gl.constexpr, SPAN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches a stage of keys and values a step."""
+    """Producer warp: fetch a stage of keys and values per step."""
     k_at, v_at, full, empty = fetched
     N: gl.constexpr = k.block_shape[2]
     n = 0
@@ -50,10 +50,9 @@ def _sum_queries(
     given, SIDE: gl.constexpr, SIZES: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
     BRANCH: gl.constexpr, MAKE_DELTA: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that computes: dq of its half of each tile's queries, and their delta where it is
-    made.
+    """Consumer warpgroup: dq of its half of each tile's queries, and their delta if it is computed.
 
-    MAKE_DELTA: as `span_bwd_kernels.dq_kernel`.
+    MAKE_DELTA: as in `span_bwd_kernels.dq_kernel`.
     """
     queries, fetched, ones, v_rows, rows, gated, dq, strides, place, total, scales = given
     q_at, do_at, q_full, q_empty = queries
@@ -107,7 +106,7 @@ def _sum_queries(
             shift = gl.convert_layout(of_newest, by_row)
             plain = gl.zeros([M, D], gl.float32, sums)  # sum P k
             delta_sums = gl.zeros([M], gl.float32, by_row)
-            # Of rounded numbers by a product with ones: to unpack them takes longer.
+            # Sums of rounded numbers by a product with ones: unpacking them is slower.
             delta_rounded = gl.zeros([M, 8], gl.float32, row_sums)
             sum_rounded = gl.zeros([M, 8], gl.float32, row_sums)
         else:
@@ -195,9 +194,9 @@ def dq_kernel(
     SIZES: gl.constexpr, SPAN: gl.constexpr, BRANCH: gl.constexpr, STAGES: gl.constexpr,
     MAKE_DELTA: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """`span_bwd_kernels.dq_kernel` of dense sequences; strides: of v_rows, gates, dgates and dq.
+    """`span_bwd_kernels.dq_kernel` for dense sequences; strides: of v_rows, gates, dgates and dq.
 
-    place: as `parts.query_tile` takes it.
+    place: as in `parts.query_tile`.
     """
     M: gl.constexpr = q.block_shape[2]
     N: gl.constexpr = k.block_shape[2]

@@ -1,4 +1,4 @@
-"""Whether this GPU computes by specialized warps what it computes by Triton's kernels."""
+"""Comparison of the warp-specialized kernels with Triton's on this GPU."""
 
 from functools import cache, partial
 
@@ -17,17 +17,17 @@ from nsa.kernels.span_fwd import span_forward
 from nsa.kernels.tiles import Tile, name_of
 from nsa.kernels.topk import select_blocks
 
-# Models of GPU that tests of every one of these kernels ran on.
+# GPU models on which the tests of all these kernels ran.
 PROVEN = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 HEADS, KV_HEADS = 8, 2
 CLOSE = 0.02  # of the largest number: roundings of 16 bits in another order
 
 
 def check(q: Tensor) -> None:
-    """Before strict mode's first call with q [..., D] on a GPU that is none of PROVEN.
+    """Check before strict mode's first call with q [..., D] on a GPU that is not in PROVEN.
 
     Raises:
-        RuntimeError: where a kernel that `auto` may take differs from Triton's.
+        RuntimeError: if a kernel that `auto` may choose differs from Triton's.
     """
     if q.is_cuda and name_of(q.device) not in PROVEN:
         compare(q.device, q.dtype, q.shape[-1])
@@ -35,7 +35,7 @@ def check(q: Tensor) -> None:
 
 @cache
 def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 2048) -> None:
-    """Each kernel of FASTER for D = DV = width, by each of its tiles, on random numbers."""
+    """Compare each kernel of FASTER for D = DV = width, with each of its tiles, on random data."""
     config = NSAConfig()
     sequences, generator = dense(1, tokens, config), torch.Generator(device).manual_seed(0)
 
@@ -83,9 +83,9 @@ def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 
 
 
 def _scored(q: Tensor, *, tile: Tile | None = None, **asked: bool) -> tuple[Tensor]:
-    """The blocks that q selects of the same keys each time: of short blocks, so that they are many.
+    """Blocks that q selects, from the same keys each time; the blocks are short, hence many.
 
-    Where two are as important as each other, one kernel may take this and the other that.
+    If two have the same importance, kernels may select different ones.
     """
     sequences = dense(1, len(q), NSAConfig(8, 4, 16, 4))
     keys, scale = sequences.compressed, q.shape[2] ** -0.5
@@ -105,7 +105,7 @@ def _selected(
     tile: Tile | None = None,
     **asked: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse2) of the selected branch, or with do (dq, delta), of the same selection each time."""
+    """(o, lse2) of the selected branch, or (dq, delta) if do is given, for a fixed selection."""
     config, generator = sequences.config, torch.Generator(q.device).manual_seed(1)
     shape = len(q), k.shape[1], config.select_count
     visible = torch.arange(len(q), device=q.device)[:, None, None] // config.select_block + 1

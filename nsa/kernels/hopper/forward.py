@@ -1,4 +1,4 @@
-"""Forward of the compressed and the window branch by specialized warps."""
+"""Warp-specialized forward of the compressed and the window branch."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +28,7 @@ def _fetch_keys(
     k, v, fetched, place, SIZES: gl.constexpr, ROWS: gl.constexpr, SPAN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches keys, and values, a step."""
+    """Producer warp: fetch keys and values step by step."""
     N: gl.constexpr = k.block_shape[2]
     n = 0
     for number in range(gl.program_id(0), place[3], gl.num_programs(0)):
@@ -45,9 +45,9 @@ def _attend(
     SIDE: gl.constexpr, SIZES: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
     BRANCH: gl.constexpr, BASE_BRANCH: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that computes: o and lse2 of its half of each tile's queries.
+    """Consumer warpgroup: o and lse2 of its half of each tile's queries.
 
-    The product of a step's scores is in flight with that of the probabilities before.
+    A step's score product overlaps with the previous step's product of probabilities and values.
     """
     queries, fetched, out, mix, strides, place, total_rows, scale2 = given
     q_at, q_full, q_empty = queries
@@ -167,9 +167,9 @@ def forward_kernel(
     SIZES: gl.constexpr, SPAN: gl.constexpr, BRANCH: gl.constexpr, BASE_BRANCH: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`span_fwd._span_forward` of dense sequences with values; strides: of o, gates and base_o.
+    """`span_fwd._span_forward` for dense sequences with values; strides: of o, gates and base_o.
 
-    place: as `parts.query_tile` takes it.
+    place: as in `parts.query_tile`.
     """
     M: gl.constexpr = q.block_shape[2]
     N: gl.constexpr = k.block_shape[2]

@@ -1,7 +1,7 @@
-"""When a kernel is for specialized warps, and the launches of those.
+"""Choice and launches of the warp-specialized kernels.
 
-These kernels are in Gluon, Triton's lower level, for Hopper alone; Triton's own of `span_fwd`,
-`span_bwd`, `selected_fwd`, `selected_dq` and `topk` serve everything else, and test these.
+These kernels are in Gluon, Triton's lower level, for Hopper only; the Triton kernels of `span_fwd`,
+`span_bwd`, `selected_fwd`, `selected_dq` and `topk` run everywhere else, and are their reference.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ ENOUGH = 4  # tiles of queries to a processor, which takes them one after the ot
 CHOSEN = Tile(HALF, 64, 4, 3)  # of the selected branch
 SCORED = Tile(HALF, 2 * HALF, 4, 2)  # by scores and top n; stages of two heads' queries
 MOST_SLOTS = 32  # that they choose: these are in registers, and in shared memory once
-# Tiles of the selected branch to a processor: they are short, and behind Triton's where few.
+# Least tiles of the selected branch per SM: they are short, and slower than Triton's if few.
 MANY = {"selected": 60, "selected_dq": 30}
 # Where memory is as fast as an H200's, Triton's small tiles of one token win on random queries from
 # so many tokens on. On an H100 they do not.
@@ -52,7 +52,7 @@ FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
     ("selected", 128, False): ((8192, CHOSEN),),
     ("selected_dq", 128, False): ((4096, CHOSEN),),
 }
-ASKED = {  # where FASTER has none and they are asked for by name
+ASKED = {  # if FASTER has none and they are requested explicitly
     "forward": Tile(2 * HALF, 64, 4, 4),
     "dq": Tile(2 * HALF, 64, 4, 4),
     "dkdv": Tile(64, 2 * HALF, 4, 3),
@@ -63,7 +63,7 @@ ASKED = {  # where FASTER has none and they are asked for by name
 
 
 class Group(NamedTuple):
-    """The tokens and heads of a tile of the selected branch, and the slots of its union."""
+    """Tokens and heads of a tile of the selected branch, and the slots of its union."""
 
     tokens: int
     heads: int
@@ -78,13 +78,13 @@ def tile_for(
     keys: Axis,
     operands: Sequence[Tensor],
 ) -> Tile | None:
-    """The tile by which specialized warps take "forward" of q, k and v, or "dq" or "dkdv" of these
-    and do; None where Triton's kernels do.
+    """Warp-specialized tile for "forward" of q, k and v, or "dq" or "dkdv" of these and do; None if
+    Triton's kernels should run.
 
-    asked: by the caller; None leaves it to FASTER. span None: "selected", see `selected_tile`.
+    asked: the caller's choice; None leaves it to FASTER. span None: "selected", see
+    `selected_tile`.
 
-    Raises:
-        ValueError: where they are asked for and cannot.
+    Raises ValueError if warp specialization is requested and not supported.
     """
     if asked is False:
         return None
@@ -108,7 +108,7 @@ def selected_tile(
     sequences: Sequences,
     operands: Sequence[Tensor],
 ) -> Tile | None:
-    """As `tile_for`, for the selected branch by `plan`: "selected" is its forward of q, k and v."""
+    """Same as `tile_for`, for the selected branch by `plan`: "selected" is its forward."""
     union, block = plan.largest, sequences.config.select_block
     rows = union.tokens_per_tile * plan.heads
     if plan.heads < plan.group or not HALF // 2 < rows <= HALF or block != CHOSEN.keys:
@@ -127,7 +127,7 @@ def selected_tile(
 
 
 def scores_tile(asked: bool | None, sequences: Sequences, q: Tensor, k: Tensor) -> Tile | None:
-    """As `tile_for`, for scores and top n."""
+    """Same as `tile_for`, for scores and top n."""
     config, bits = sequences.config, sequences.index_bits
     few = bits <= MOST_BITS and config.select_count <= MOST_SLOTS
     if config.select_block != 4 * config.compress_stride or not few:
@@ -141,7 +141,7 @@ def scores_tile(asked: bool | None, sequences: Sequences, q: Tensor, k: Tensor) 
 
 
 def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -> str | None:
-    """Why these operands on these axes are not for specialized warps; None where they are."""
+    """Reason why these operands on these axes cannot be warp-specialized; None if they can."""
     q, _, v, *_ = operands
     if not compiles_for(q):
         return f"they are compiled for a GPU, and this is {q.device} or interpreted"
@@ -166,7 +166,7 @@ def _layout(bits: int, rank: int):  # an NVMMASharedLayout
 
 
 def _in_gluon(plain: TensorDescriptor | None):
-    """Gluon's descriptor of what one of Triton's describes, without its own checks."""
+    """Convert one of Triton's descriptors to Gluon's, without its checks."""
     from triton.experimental.gluon.nvidia import hopper
 
     if plain is None:
@@ -179,12 +179,12 @@ def _in_gluon(plain: TensorDescriptor | None):
 
 
 def _tiles(x: Tensor, axis: Axis, rows: int):
-    """Of `rows` rows of x [axis, heads, D]."""
+    """Gluon descriptor of tiles of `rows` rows of x [axis, heads, D]."""
     return _in_gluon(operand(x, axis, rows, True))
 
 
 def _lines(x: Tensor | None, axis: Axis, rows: int):
-    """Of `rows` numbers of x [heads, axis] fp32."""
+    """Gluon descriptor of lines of `rows` numbers of x [heads, axis] fp32."""
     return _in_gluon(line_operand(x, axis, rows, True))
 
 
@@ -236,7 +236,7 @@ def launch_dq(
 ) -> None:
     """dq [tokens, HQ, D] of operands q, k, v, do; rows: lse2, delta, kept.
 
-    gated: gates, dgates, branch. make_delta, add: as `span_bwd_kernels.dq_kernel`.
+    gated: gates, dgates, branch. make_delta, add: as in `span_bwd_kernels.dq_kernel`.
     """
     from nsa.kernels.hopper.dq import dq_kernel
 
@@ -256,10 +256,10 @@ def launch_dq(
 
 
 def in_columns(k: Tensor, keys: Axis, size: int) -> tuple[Tensor, Axis]:
-    """k [keys, HKV, D] in the order of the columns that scores are made by, and its axis.
+    """k [keys, HKV, D] reordered for the columns of the scores, and its axis.
 
-    Of a tile of `size` keys come the first one of each block, then the second ones, and so on:
-    what a block adds up to lies in one lane's registers then.
+    A tile of `size` keys has the first key of each block, then the second ones, and so on, so
+    that the terms of a block's sum are in one lane's registers.
     """
     tiles = keys.tile_count(size) // keys.count
     out = k.new_empty(keys.count, tiles * size, *k.shape[1:])
@@ -277,7 +277,7 @@ def launch_scores(
     scale: float,
     tile: Tile,
 ) -> None:
-    """blocks [tokens, HKV, n] int32, as `topk.select_blocks` takes and returns these."""
+    """blocks [tokens, HKV, n] int32; arguments and result as in `topk.select_blocks`."""
     from nsa.kernels.hopper.scores import scores_kernel
 
     tokens, config, kv_heads = sequences.tokens, sequences.config, k_cmp.shape[1]
@@ -306,7 +306,7 @@ def launch_forward(
 ) -> None:
     """o [tokens, HQ, DV], its unit and lse2 [HQ, tokens], `out`, of operands q, k, v.
 
-    mix: gates, branch, base, its branch, its unit, and sink2, as `span_fwd.span_forward` has them.
+    mix: gates, branch, base, its branch, its unit, and sink2, as in `span_fwd.span_forward`.
     """
     from nsa.kernels.hopper.forward import forward_kernel
 
@@ -327,7 +327,7 @@ def launch_forward(
 
 
 def _by_tiles(plan: Plan, sequences: Sequences, k: Tensor) -> tuple[tuple[int], tuple, Group]:
-    """(grid, place and union, tile as compiled) of kernels whose warpgroups walk large tiles."""
+    """(grid, place and union, compile-time tile) of kernels whose warpgroups walk large tiles."""
     union, tokens, kv_heads = plan.largest, sequences.tokens, k.shape[1]
     tiles = tokens.tile_count(union.tokens_per_tile)
     place = tokens.length, tiles, kv_heads, tiles * kv_heads
@@ -347,7 +347,7 @@ def launch_selected(
 ) -> None:
     """o [tokens, HQ, D], its rest and lse2 [tokens, HQ], `out`, of q, k, v, by plan's large tiles.
 
-    mix: as of `launch_forward`.
+    mix: as in `launch_forward`.
     """
     from nsa.kernels.hopper.selected import selected_kernel
 
@@ -380,7 +380,7 @@ def launch_selected_dq(
     """dq [tokens, HQ, D] and delta [tokens, HQ], `out`, of operands q, k, v, do, o, rest.
 
     statistics: lse2, kept, and deltas of the other branches, OTHERS; gated: gates, dgates, branch.
-    tile.stages: of keys; of values there is one less.
+    tile.stages: stages of keys; values have one less.
     """
     from nsa.kernels.hopper.selected_dq import selected_dq_kernel
 

@@ -1,11 +1,11 @@
-"""What the kernels of specialized warps share: their tiles, barriers and results' way out.
+"""Code shared by the warp-specialized kernels: tiles, barriers, loads and stores.
 
-As many programs as processors take one tile of queries after the other; a tile of keys, which is
-long, has a program of its own. Warps fetch by TMA, and two warpgroups compute, each half of a
-tile's rows. They meet at barriers in shared memory alone: what is fetched is `full` once its bytes
-are there, and `empty` once it is done with. So one warpgroup takes exponentials, or writes a tile's
-results, while the other's products are under way, and the next tile's first rows are there before
-it begins. P and dS go from the registers of one product into the next.
+Persistent programs, one per SM, process tiles of queries one after the other; a tile of keys, which
+is long, has its own program. Producer warps fetch by TMA, and two consumer warpgroups compute, each
+half of a tile's rows. They synchronize only by barriers in shared memory: a stage is `full` once
+its bytes have arrived, and `empty` once its readers are done. So one warpgroup computes
+exponentials, or writes a tile's results, while the other's products run, and the next tile's first
+rows are prefetched. P and dS go from the registers of one product into the next.
 """
 
 from triton.experimental import gluon
@@ -22,8 +22,8 @@ def query_tile(number, place, HQ: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.con
                SPAN: gl.constexpr):  # fmt: skip
     """(head, sequence, first token, first key, steps of KEYS keys) of a tile of 2 ROWS tokens.
 
-    place: (tokens, keys, tiles of tokens, tiles of all heads). As `span_common.query_tile`, of
-    dense sequences; a tile has one step at least.
+    place: (tokens, keys, tiles of tokens, tiles of all heads). As `span_common.query_tile`, for
+    dense sequences; a tile has at least one step.
     """
     tokens, keys, tiles, _ = place
     on_tokens, on_keys = (None, None, tokens), (None, keys)
@@ -38,8 +38,8 @@ def query_tile(number, place, HQ: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.con
 def key_steps(
     first, ROWS: gl.constexpr, base, steps, tokens, keys, KEYS: gl.constexpr, SPAN: gl.constexpr
 ):
-    """(low, high, whole low, whole high): steps of KEYS keys from `base` on, at least one, that
-    some of ROWS rows see, and those that every row sees all of."""
+    """(low, high, whole low, whole high): steps of KEYS keys after `base`, at least one, that some
+    of ROWS rows see, and those that every row sees completely."""
     last = gl.minimum(first + ROWS, tokens) - 1
     low = gl.minimum((seen_start(first, SPAN) - base) // KEYS, steps - 1)
     high = gl.cdiv(gl.maximum(gl.minimum(seen_end(last, SPAN), keys) - base, 0), KEYS)
@@ -58,7 +58,7 @@ def room(x, COUNT: gl.constexpr):
 
 @gluon.jit
 def once():
-    """A barrier for what is fetched once."""
+    """Barrier for a single fetch."""
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded, count=1)
     return loaded
@@ -66,7 +66,7 @@ def once():
 
 @gluon.jit
 def ring(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """(full, empty): of each stage, whether it is there and whether its readers are done."""
+    """Barriers (full, empty) of each stage: its data has arrived, its readers are done."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
@@ -79,7 +79,7 @@ def ring(STAGES: gl.constexpr, READERS: gl.constexpr):
 @gluon.jit
 def fetch_step(k, v, where, fetched, n, RING: gl.constexpr, K_STAGES: gl.constexpr,
                V_STAGES: gl.constexpr):  # fmt: skip
-    """Keys and values of step n, each to its stage of ring RING once that is empty."""
+    """Fetch keys and values of step n, each to its stage of ring RING once that is empty."""
     k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
     N: gl.constexpr = k.block_shape[2]
     stage = RING * K_STAGES + n % K_STAGES
@@ -97,7 +97,7 @@ def fetch_queries(
     q, do, q_at, do_at, full, empty, place,
     SIZES: gl.constexpr, KEYS: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches queries, and dO where it is given: of each tile a half, and a half."""
+    """Producer warp: fetch each tile's queries, and dO if it is given, half by half."""
     ROWS: gl.constexpr = q.block_shape[2]
     for number in range(gl.program_id(0), place[3], gl.num_programs(0)):
         tile = query_tile(number, place, SIZES.HQ, ROWS, KEYS, SPAN)
@@ -116,7 +116,7 @@ def fetch_queries(
 
 @gluon.jit
 def let_by(begin, end, full, empty, STAGES: gl.constexpr):
-    """Lets the steps [begin, end) go by, of which this warpgroup sees nothing."""
+    """Skip the steps [begin, end), of which this warpgroup sees nothing."""
     for n in range(begin, end):
         stage = n % STAGES
         mbarrier.wait(full.index(stage), (n // STAGES) & 1)
@@ -125,10 +125,10 @@ def let_by(begin, end, full, empty, STAGES: gl.constexpr):
 
 @gluon.constexpr_function
 def wide(D, dtype):
-    """Layout of [64, D] by which lanes meet device memory 16 bytes at a time.
+    """Layout of [64, D] with 16-byte accesses of device memory per lane.
 
-    Of 16 bits it has 8 neighbours of a row in a lane, in the warp that has them in a product, so
-    that lanes exchange them among themselves. Of fp32 it is that of a product.
+    For 16-bit dtypes a lane has 8 neighbours of a row, in the warp that has them in a product, so
+    that only lanes of a warp exchange them. For fp32 it is the layout of a product.
     """
     if dtype == gl.float32:
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -141,7 +141,7 @@ def wide(D, dtype):
 
 @gluon.jit
 def _at(x, stride, rows, D: gl.constexpr):
-    """(x's first 64 rows of D columns, whether they are before `rows`), `wide`."""
+    """(pointers to x's first 64 rows of D columns, mask of those before `rows`), `wide`."""
     LAYOUT: gl.constexpr = wide(D, x.dtype.element_ty)
     i = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -150,7 +150,7 @@ def _at(x, stride, rows, D: gl.constexpr):
 
 @gluon.jit
 def load(x, stride, rows, LAYOUT: gl.constexpr, D: gl.constexpr):
-    """[64, D] of x, int16 in its units, as fp32 in a product's layout; 0 from row `rows` on."""
+    """[64, D] of x, int16 in its units, as fp32 in a product's layout; 0 past the first `rows`."""
     at, there = _at(x, stride, rows, D)
     found = gl.convert_layout(gl.load(at, mask=there, other=0), LAYOUT)
     return in_units(found) if x.dtype.element_ty == gl.int16 else found.to(gl.float32)
@@ -158,7 +158,7 @@ def load(x, stride, rows, LAYOUT: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def store(x, stride, rows, values):
-    """Writes values [64, D] of a product to the rows before `rows` of x."""
+    """Write values [64, D] of a product to the first `rows` rows of x."""
     at, there = _at(x, stride, rows, values.shape[1])
     LAYOUT: gl.constexpr = wide(values.shape[1], x.dtype.element_ty)
     gl.store(at, gl.convert_layout(values.to(x.dtype.element_ty), LAYOUT), mask=there)

@@ -1,4 +1,4 @@
-"""Scores and top n by specialized warps."""
+"""Warp-specialized scores and top n."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,16 +18,16 @@ STRIDES = gl.constexpr(4)  # of compression in a selectable block
 
 @gluon.constexpr_function
 def together(G):
-    """Heads whose queries are fetched together: warps meet at a barrier for them, not for each."""
+    """Number of heads whose queries are fetched together, with one barrier for all."""
     return 2 - G % 2
 
 
 @gluon.jit
 def _tile_at(number, place, ROWS: gl.constexpr, BLOCKS: gl.constexpr, CONFIG: gl.constexpr):
-    """(KV head, sequence, first token, steps of BLOCKS blocks, of the first warpgroup).
+    """(KV head, sequence, first token, steps of BLOCKS blocks, steps of the first warpgroup).
 
     place: (tokens of a sequence, tiles, KV heads, tiles of all). Tiles that see most come first;
-    one whose tokens select all that is legal has no step.
+    one whose tokens select every legal block has no step.
     """
     tokens, tiles, kv_heads, _ = place
     tile = tiles - 1 - number // kv_heads
@@ -44,7 +44,7 @@ def _fetch_keys(
     k, k_at, k_full, k_empty, place,
     ROWS: gl.constexpr, CONFIG: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches keys: of a step, those of one warpgroup and of the other."""
+    """Producer warp: fetch keys, in each step those of one warpgroup and of the other."""
     N: gl.constexpr = k.block_shape[2]
     taken = 0  # steps of the first warpgroup
     other = 0
@@ -70,9 +70,9 @@ def _fetch_queries(
     q, lse2, given, place,
     G: gl.constexpr, BLOCKS: gl.constexpr, CONFIG: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches two heads' queries and statistics, for both warpgroups, every step.
+    """Producer warp: fetch two heads' queries and statistics for both warpgroups in every step.
 
-    L2 has them, if the next step begins with the heads that the last one ended with.
+    They are in L2 if the next step begins with the heads that the last one ended with.
     """
     q_at, lse2_at, full, empty = given
     ROWS: gl.constexpr = q.block_shape[2]
@@ -98,7 +98,7 @@ def _fetch_queries(
 
 @gluon.jit
 def _times_keys(q_at, at, k_tile, zeros):
-    """Scores of the queries at `at`, in flight."""
+    """Start the asynchronous product of the queries at `at` with keys."""
     M: gl.constexpr = q_at.shape[3]
     D: gl.constexpr = q_at.shape[4]
     q_tile = q_at.index(at).reshape([M, D])
@@ -107,7 +107,7 @@ def _times_keys(q_at, at, k_tile, zeros):
 
 @gluon.jit
 def _pooled(p, left_over, PER_COMPRESSED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Eq. 9, as `topk.pool`, of p [M, N] whose columns are the keys of `in_columns`."""
+    """Eq. 9, as `topk.pool`, for p [M, N] whose columns are the keys of `in_columns`."""
     M: gl.constexpr = p.shape[0]
     BLOCKS: gl.constexpr = p.shape[1] // STRIDES
     by_place = p.reshape([M, 2, 2, BLOCKS]).permute((0, 3, 1, 2))
@@ -133,16 +133,16 @@ def _pooled(p, left_over, PER_COMPRESSED: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _for_least(top, best):
-    """best [M, SLOTS] with top [M, 1] in place of the least, where that is less."""
+    """Replace the minimum of best [M, SLOTS] by top [M, 1] where that is larger."""
     least = gl.min(best, 1)[:, None]
     return gl.where((best == least) & (top > least), top, best)
 
 
 @gluon.jit
 def _merge(best, found):
-    """The largest of best [M, SLOTS] and found [M, BLOCKS], all different, in no order.
+    """Largest SLOTS of best [M, SLOTS] and found [M, BLOCKS], all different, unordered.
 
-    As `topk.merge` it takes out one by one what beats the best: later on that is little.
+    Like `topk.merge`, it inserts better candidates one by one: in later tiles there are few.
     """
     beats = found > gl.min(best, 1)[:, None]
     count = gl.max(gl.sum(beats.to(gl.int32), 1), 0)
@@ -158,10 +158,10 @@ def _choose(
     given, SIDE: gl.constexpr, G: gl.constexpr, SPAN: gl.constexpr, CONFIG: gl.constexpr,
     SLOTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that scores: of each tile's blocks the first half, or the second.
+    """Consumer warpgroup: score the first or the second half of each tile's blocks.
 
-    The next head's scores are in flight while probabilities are made of this one's. The first
-    warpgroup puts both halves' best together and writes them.
+    The next head's scores are in flight while this head's probabilities are computed. The first
+    warpgroup merges the best of both halves and writes them.
     """
     queries, keys, handed, blocks, place, scale2, index_mask = given
     q_at, lse2_at, q_full, q_empty = queries
@@ -230,7 +230,7 @@ def _choose(
             j = (at * BLOCKS + column)[None, :]
             found = candidates(importance, j, own, index_mask, False, CONFIG)
             if SIDE == 1:
-                # What reaches into the first block is the other's to know: it takes that block.
+                # The other warpgroup has the rest of the first block's importance and ranks it.
                 opens = (column == 0)[None, :] & (step == 0)
                 to_open += gl.sum(gl.where(opens, importance, 0.0), 1)
                 found = gl.where(opens, ILLEGAL, found)
@@ -256,7 +256,7 @@ def _choose(
                 best = _for_least(opening, best)
                 best = _merge(best, others)
             chosen = gl.where(best < ILLEGAL + 2 * SLOTS, NONE, indices(best, index_mask))
-            for _ in range(SLOTS - COUNT):  # of more slots than are asked for the least go
+            for _ in range(SLOTS - COUNT):  # remove the least of the surplus slots
                 least = gl.min(best, 1)[:, None]
                 chosen = gl.where(best == least, NONE, chosen)
                 best = gl.where(best == least, NONE, best)
@@ -279,7 +279,7 @@ def scores_kernel(
     G: gl.constexpr, SPAN: gl.constexpr, CONFIG: gl.constexpr, SLOTS: gl.constexpr,
     Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`topk._select_blocks` of dense sequences of up to 2^13 blocks; k's rows are `in_columns`."""
+    """`topk._select_blocks` for dense sequences of up to 2^13 blocks; k's rows are `in_columns`."""
     M: gl.constexpr = q.block_shape[2]
     N: gl.constexpr = k.block_shape[2]
     q_at = room(q, Q_STAGES * together(G))

@@ -1,4 +1,4 @@
-"""Forward of the selected branch by specialized warps."""
+"""Warp-specialized forward of the selected branch."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +16,7 @@ from nsa.kernels.selected import rounds
 
 @gluon.jit
 def tile_at(number, place, union, TILE: gl.constexpr):
-    """(sequence, KV head, first token, its blocks, which tokens select each, how many)."""
+    """(sequence, KV head, first token, pointers to blocks and to members, number of blocks)."""
     tokens, tiles, kv_heads, _ = place
     blocks, members, counts = union
     kv_head = number // tiles
@@ -33,9 +33,9 @@ def fetch_blocks(
     k, v, fetched, place, union, SIDE: gl.constexpr, TILE: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, TWICE: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches keys and values of the blocks of one warpgroup's tiles.
+    """Producer warp: fetch keys and values of the blocks of one warpgroup's tiles.
 
-    TWICE: whether it fetches as often as `rounds` says.
+    TWICE: if True, fetch them `rounds` times.
     """
     N: gl.constexpr = k.block_shape[2]
     n = 0
@@ -58,7 +58,7 @@ def fetch_blocks(
 @gluon.jit
 def times_block(rows, x_at, full, n, RING: gl.constexpr, STAGES: gl.constexpr,
                 LAYOUT: gl.constexpr):  # fmt: skip
-    """rows [M, D] times keys, or values, of block n of ring RING, in flight once they are there."""
+    """Start rows [M, D] times keys, or values, of block n of ring RING once they have arrived."""
     M: gl.constexpr = rows.shape[0]
     N: gl.constexpr = x_at.shape[3]
     D: gl.constexpr = x_at.shape[4]
@@ -74,8 +74,8 @@ def times_block(rows, x_at, full, n, RING: gl.constexpr, STAGES: gl.constexpr,
 def masked(s, block, first, token, i):
     """Scores s [64, N] of a block, -inf where a key is after its row's token.
 
-    i [N] counts the keys, and token [64] is each row's after `first`, that of the tile. A token
-    sees all of a block that it selected, unless it lies inside: most blocks need no mask.
+    i [N] counts the keys, and token [64] is each row's token relative to `first`, the tile's. A
+    token sees all of a block that it selected, unless it is inside: most blocks need no mask.
     """
     N: gl.constexpr = s.shape[1]
     if block * N + N > first + 1:
@@ -99,9 +99,9 @@ def _attend(
     given, SIDE: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr,
     BASE_BRANCH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that computes: o and lse2 of every other tile.
+    """Consumer warpgroup: o and lse2 of every other tile.
 
-    The product of a block's scores is in flight with that of the probabilities before.
+    A block's score product overlaps with the previous block's product with values.
     """
     q, q_at, fetched, out, mix, strides, place, union, total_rows, scale2 = given
     k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
@@ -135,12 +135,12 @@ def _attend(
         there = (wide_r // HEADS < left)[:, None]
         row = (start + wide_r // HEADS)[:, None]
         head = (kv_head * HEADS + wide_r % HEADS)[:, None]
-        # What these warps have put there is what products read, by another way to that memory.
+        # Products read these warps' writes by another path (the async proxy).
         q_tile.store(gl.load(q + row * of_q[0] + head * of_q[1] + d, mask=there, other=0.0))
         fence_async_shared()
         m = gl.full([M], float("-inf"), gl.float32, by_row)
         acc = gl.zeros([M, D], gl.float32, sums)
-        # A tile whose tokens selected nothing takes one step, too, that nobody sees anything of.
+        # A tile whose tokens selected nothing has one step, too, without effect.
         block = gl.load(blocks, mask=count > 0, other=0)
         member = gl.load(members, mask=count > 0, other=0)
         stage = FIRST + n % STAGES
@@ -196,7 +196,7 @@ def _attend(
             of_branch = gl.load(at_gates + BRANCH * of_gates[2], mask=valid, other=0.0)
             factor = factor * of_branch.to(gl.float32)
         acc = acc * gl.convert_layout(factor, by_sum)[:, None]
-        # The queries are done with: their place is where rows change hands.
+        # The queries are no longer needed: rows are exchanged in their memory.
         if base_o is not None:
             at_base = base_o + row * of_base[0] + head * of_base[1] + d
             if base_o.dtype.element_ty == gl.float32:  # there is no room to move it
@@ -237,10 +237,10 @@ def selected_kernel(
     scale2, ROWS: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr, BASE_BRANCH: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`selected_fwd._selected_forward` of dense sequences; strides: of q, o, gates and base_o.
+    """`selected_fwd._selected_forward` for dense sequences; strides: of q, o, gates and base_o.
 
     place: (tokens of a sequence, tiles of a KV head, KV heads, tiles). union: blocks, members and
-    counts of each. Both warpgroups walk tiles of their own, and share nothing.
+    counts of each. The two warpgroups walk different tiles and share nothing.
     """
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_at = gl.allocate_shared_memory(k.dtype, [2, ROWS, k.block_shape[3]], flat)

@@ -1,4 +1,4 @@
-"""dq and delta of the selected branch by specialized warps."""
+"""Warp-specialized dq and delta of the selected branch."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +17,7 @@ from nsa.kernels.selected import delta_left, rounds
 
 @gluon.jit
 def _probabilities(s, scale2, lse2_rows, sees, block, first, token, i):
-    """Those of the scores s [64, N] of a block, see `masked`; 0 where a token does not see it."""
+    """Probabilities for scores s [64, N] of a block, see `masked`; 0 if a token does not see it."""
     s = masked(s, block, first, token, i)
     return gl.exp2(s * scale2 - gl.where(sees, lse2_rows, float("inf"))[:, None])
 
@@ -27,9 +27,9 @@ def _sum_queries(
     given, SIDE: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr, OTHERS: gl.constexpr,
     ADD: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that computes: dq and delta of every other tile.
+    """Consumer warpgroup: dq and delta of every other tile.
 
-    The products that a block's scores and dP are made by are in flight with that of dS before.
+    A block's products for scores and dP overlap with the previous block's product with dS.
     """
     rows, held, fetched, statistics, gated, out, strides, place, union, sizes = given
     q, do, o, rest = rows
@@ -160,9 +160,9 @@ def selected_dq_kernel(
     sizes, ROWS: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr, OTHERS: gl.constexpr,
     ADD: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`selected_dq._selected_dq` of dense sequences; strides: of q, do, o, gates, dgates and dq.
+    """`selected_dq._selected_dq` for dense sequences; strides: of q, do, o, gates, dgates and dq.
 
-    place, union: as of `selected.selected_kernel`. sizes: tokens of all sequences, scale, scale2.
+    place, union: as in `selected.selected_kernel`. sizes: tokens of all sequences, scale, scale2.
     """
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_at = gl.allocate_shared_memory(k.dtype, [2, ROWS, k.block_shape[3]], flat)

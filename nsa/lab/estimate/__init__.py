@@ -1,1 +1,1 @@
-"""What a training will hold in memory, foretold without running it."""
+"""Estimates of a training's memory, without running it."""

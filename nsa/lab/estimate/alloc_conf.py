@@ -1,4 +1,4 @@
-"""What PYTORCH_CUDA_ALLOC_CONF, or PYTORCH_ALLOC_CONF, sets of CUDA's caching allocator."""
+"""Settings of CUDA's caching allocator in PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from nsa.spelling import nearest
 
 MIB = 2**20
-BLOCK = 512  # bytes; without roundup_power2_divisions sizes of blocks are multiples of it
-# Settings of host memory, locks and streams, which change nothing here.
+BLOCK = 512  # bytes; block sizes are multiples of it without roundup_power2_divisions
+# Settings of host memory, locks and streams, which have no effect here.
 ELSEWHERE = (
     "graph_capture_record_stream_reuse",
     "pinned_free_catch_all",
@@ -27,22 +27,22 @@ ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What PYTORCH_CUDA_ALLOC_CONF sets, in bytes; `parse` makes it of that variable's text."""
+    """Settings of PYTORCH_CUDA_ALLOC_CONF, in bytes; `parse` reads them from its text."""
 
-    large_segment: int = 20 * MIB  # of requests above 1 and below 10 MiB
-    max_split: float = math.inf  # blocks from this size on are never split
-    max_rounding: int = 20 * MIB  # by how much such a block may be larger than the request
+    large_segment: int = 20 * MIB  # for requests above 1 and below 10 MiB
+    max_split: float = math.inf  # blocks of at least this size are never split
+    max_rounding: int = 20 * MIB  # maximum excess of such a block over the request
     roundup: tuple[int, ...] = ()  # parts of a power of 2, for sizes up to 2 MiB, 4, 8, ... 64 GiB
     threshold: float = 0.0  # share of the allowed memory above which cached blocks are collected
-    expandable: bool = False  # one segment a pool and stream, whose pages are mapped as needed
-    fraction: float = 1.0  # of the GPU's memory that the process may take
+    expandable: bool = False  # one segment per pool and stream, with pages mapped as needed
+    fraction: float = 1.0  # share of the GPU's memory that the process may use
 
     @classmethod
     def parse(cls, text: str) -> Settings:
-        """`name:value,name:[size:value,>:value]`, as torch reads it.
+        """Parse `name:value,name:[size:value,>:value]` as torch does.
 
-        ValueError for an unknown name, an impossible value (both name the nearest) and for what is
-        not modelled: `backend:cudaMallocAsync` and `throw_on_cudamalloc_oom:True`.
+        ValueError for an unknown name or an invalid value (naming the nearest) and for settings not
+        modelled: `backend:cudaMallocAsync` and `throw_on_cudamalloc_oom:True`.
         """
         known = (*_READ, *ELSEWHERE, "large_segment_size_mb", "backend", "throw_on_cudamalloc_oom")
         given: dict[str, str] = {}
@@ -68,7 +68,7 @@ class Settings:
         return cls(**found)
 
     def rounded(self, size: int) -> int:
-        """Bytes of the block that a request of `size` bytes needs."""
+        """Return the bytes of the block needed for a request of `size` bytes."""
         if self.roundup and size >= BLOCK:
             power = size.bit_length() - 1
             parts = self.roundup[min(max(power - 20, 0), len(self.roundup) - 1)]
@@ -104,7 +104,7 @@ def _share(name: str, value: str) -> float:
 
 
 def _parts(name: str, value: str) -> tuple[int, ...]:
-    """One number for all sizes, or `[64:8,256:4,>:1]`: parts from that many MiB on."""
+    """Parse one number for all sizes, or `[64:8,256:4,>:1]`: parts by size in MiB."""
 
     def power(text: str, least: int) -> int:
         number = int(text) if text.isdecimal() else -1

@@ -1,4 +1,4 @@
-"""Pieces of CUDA's segments, and the lists of those that are free."""
+"""Blocks of CUDA's segments, and free lists."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Range:
-    """Addresses of an expandable segment, and the bytes that are mapped at once."""
+    """Address range of an expandable segment, and its page size in bytes."""
 
     start: int
     page: int
 
 
 class Block:
-    """A piece of a segment, linked to its neighbours there. What is not mapped counts as free.
+    """A block of a segment, linked to its neighbours there. Unmapped blocks count as free.
 
-    rank: of free blocks with one size the smaller comes first.
-    range: of an expandable segment; None in one of cudaMalloc.
-    since: how many searches there had been when it became free.
+    rank: orders free blocks of equal size, the smaller first.
+    range: that of an expandable segment; None in a segment from cudaMalloc.
+    since: number of searches before it became free.
     """
 
     __slots__ = (
@@ -35,17 +35,17 @@ class Block:
 
     @property
     def whole(self) -> bool:
-        """It is its segment."""
+        """True if the block is the whole segment."""
         return self.prev is None and self.next is None
 
     @property
     def reach(self) -> int:
-        """Bytes up to which it can grow where it lies."""
+        """Maximum size in bytes to which it can grow in place."""
         after = self.next
         return self.size + (after.size if after is not None and not after.mapped else 0)
 
     def front(self, size: int, rank: int) -> Block:
-        """The first `size` bytes become a block of their own; this one keeps the rest."""
+        """Split off the first `size` bytes as a new block; this one keeps the rest."""
         front = Block(self.home, self.address, size, rank, self.range)
         front.prev, front.next = self.prev, self
         if self.prev is not None:
@@ -56,7 +56,7 @@ class Block:
         return front
 
     def rest(self, size: int, rank: int) -> Block:
-        """What lies behind the first `size` bytes becomes a block; this one keeps those."""
+        """Split off all but the first `size` bytes as a new block; this one keeps those."""
         rest = Block(self.home, self.address + size, self.size - size, rank, self.range)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -65,7 +65,7 @@ class Block:
         return rest
 
     def merge(self) -> None:
-        """Takes in the neighbours that are free, and mapped as this one is, off their list."""
+        """Merge free neighbours with the same `mapped`, removing them from their lists."""
         for other in (self.prev, self.next):
             if other is None or not other.free or other.mapped != self.mapped:
                 continue
@@ -83,8 +83,8 @@ class Block:
 
 @dataclass
 class Home:
-    """Where the blocks of a pool, a stream and a size class are cached: what is mapped by size,
-    rank and address, what is not by address."""
+    """Cache of the free blocks of a pool, a stream and a size class: mapped ones sorted by size,
+    rank and address, unmapped ones by address."""
 
     pool: int
     small: bool
@@ -104,7 +104,7 @@ class Home:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
     def fitting(self, size: int) -> int | None:
-        """Where the smallest block is that holds `size`. One that can grow counts by its reach."""
+        """Index of the smallest block that holds `size`. Expandable ones are compared by reach."""
         free = self.free
         at = bisect_left(free, (size,))
         if at == len(free):
@@ -115,8 +115,8 @@ class Home:
         return at
 
     def growing(self, size: int) -> Block | None:
-        """The lowest block that is not mapped, or the free one before it, from which on there is
-        room for `size`."""
+        """Return the lowest unmapped block, or the free one before it, that starts a free range of
+        at least `size`."""
         for _, block in self.unmapped:
             first = block.prev if block.prev is not None and block.prev.free else block
             room, after = 0, first

@@ -1,13 +1,13 @@
-"""CUDA's caching allocator as torch has it, without a device: from allocations and frees to bytes
-allocated and reserved.
+"""Model of torch's caching allocator for CUDA, without a device: computes bytes allocated and
+reserved from allocations and frees.
 
 The rules are those of the native backend of torch 2.11 to 2.13. A request is rounded up to 512
 bytes and served from the smallest free block of its stream that holds it, else from a new segment.
-What is left of a block becomes a free block where it is large enough; else it counts as allocated.
-So `allocated` is more than the sum of what was asked for, and `reserved` is more than that.
+The remainder of a block becomes a free block if it is large enough; else it counts as allocated.
+So `allocated` exceeds the sum of the requests, and `reserved` exceeds `allocated`.
 
-Not modelled: blocks that a second stream uses (`record_stream`), which come back late, memory
-shared between processes, and allocators that a user plugs in.
+Not modelled: blocks used by a second stream (`record_stream`), which are freed late, memory
+shared between processes, and user-defined allocators.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from nsa.lab.estimate.alloc_conf import BLOCK, MIB, Settings
 from nsa.lab.estimate.blocks import Block, Home, Range
 from nsa.spelling import choice
 
-SMALL = MIB  # the largest request of the small pool, and what a large block keeps unsplit
+SMALL = MIB  # largest request of the small pool, and largest unsplit remainder of a large block
 SMALL_SEGMENT = ROUND_SEGMENT = 2 * MIB
 MEDIUM = 10 * MIB  # below it a large request opens a segment of Settings.large_segment
-BOUNDLESS = 2**50  # bytes; a GPU of which nothing is known
-# Which of free blocks of one size is taken: that of the oldest segment, there the lowest (2.13);
-# the block made first (2.12); the lowest address (2.11). The first and the last agree where
-# cudaMalloc gives ascending addresses.
+BOUNDLESS = 2**50  # bytes; for an unknown GPU
+# Choice among free blocks of one size: oldest segment, then lowest address (2.13); oldest block
+# (2.12); lowest address (2.11). The first and the last agree if cudaMalloc returns ascending
+# addresses.
 ORDERS = ("segment", "block", "address")
 DEFAULT = Settings()
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """An allocation that found no room, in bytes. All that could be given back had been."""
+    """A failed allocation, in bytes, after all releasable memory was released."""
 
     asked: int
     allocated: int
     reserved: int
-    limit: float  # that the process may reserve
-    event: int | None = None  # of the stream that was replayed
+    limit: float  # bytes that the process may reserve
+    event: int | None = None  # index in the replayed stream
     phase: str = ""
 
     @property
     def fragmented(self) -> int:
-        """Reserved, free, and in no piece that could be used or given back."""
+        """Bytes reserved and free, but in pieces that can be neither used nor released."""
         return self.reserved - self.allocated
 
     def __str__(self) -> str:
@@ -55,13 +55,13 @@ class OutOfMemory:
 
 
 class CachingAllocator:
-    """One GPU's. Ids are the caller's; `allocated` and `reserved` are bytes, as torch counts them.
+    """Allocator of one GPU. The caller chooses ids; `allocated` and `reserved` count as in torch.
 
-    capacity: bytes that this process can have of the GPU, without what its context takes; None is
-        no limit.
-    total: bytes of the whole GPU, of which per_process_memory_fraction is a share; None: capacity.
-    order: how a tie between free blocks of one size is broken, see ORDERS.
-    place: the address of a new segment of so many bytes; None: behind the last one.
+    capacity: bytes of the GPU available to this process, excluding its context; None means no
+        limit.
+    total: bytes of the whole GPU, to which per_process_memory_fraction applies; None: capacity.
+    order: tie-breaking between free blocks of one size, see ORDERS.
+    place: returns the address of a new segment of a given size; None: after the last one.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class CachingAllocator:
         self.settings, self.order = settings, order
         self.capacity = math.inf if capacity is None else capacity
         self.total = BOUNDLESS if total is None else total
-        # Without a fraction torch has no limit of its own, and collects nothing.
+        # Without a fraction torch sets no limit, and collects nothing.
         self.allowed = int(settings.fraction * self.total) if settings.fraction < 1 else math.inf
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self.segments = 0  # of cudaMalloc, now held
-        self.retries = 0  # allocations for which the whole cache was given back
+        self.segments = 0  # from cudaMalloc, currently held
+        self.retries = 0  # allocations for which the whole cache was released
         self._place = place or self._behind
         self._end = self._rank = self._searches = 0
         self._homes: dict[tuple[int, int, bool], Home] = {}
@@ -94,15 +94,15 @@ class CachingAllocator:
     def alloc(
         self, name: Hashable, size: int, stream: int = 0, pool: int = 0
     ) -> OutOfMemory | None:
-        """`size` bytes under that id, on a stream; in a private pool (of CUDA graphs) unless 0.
+        """Allocate `size` bytes as `name`, on a stream; in a private pool (CUDA graphs) unless 0.
 
-        No room comes back as a value, and the allocator can go on as torch's can. ValueError for
-        an id that is taken and for a size below 0.
+        Returns OutOfMemory if there is no room; the allocator stays usable, as torch's does.
+        ValueError for an id in use and for a size below 0.
         """
         if size < 0 or name in self._live:
             what = f"{size} bytes" if size < 0 else f"{name!r}, which is allocated already"
             raise ValueError(f"cannot allocate {what}")
-        if size == 0:  # torch gives no memory for it
+        if size == 0:  # torch allocates no memory for it
             self._live[name] = None
             return None
         settings = self.settings
@@ -130,7 +130,7 @@ class CachingAllocator:
         return None
 
     def free(self, name: Hashable) -> None:
-        """Back into the cache. KeyError for an id that is not allocated."""
+        """Return the block to the cache. KeyError for an id that is not allocated."""
         block = self._live.pop(name)
         if block is not None:
             self.allocated -= block.size
@@ -139,8 +139,8 @@ class CachingAllocator:
             self._add(block)
 
     def empty_cache(self) -> None:
-        """Gives back every segment without a live block, and such pages of expandable ones; of
-        private pools only those that are released."""
+        """Release every segment without a live block, and such pages of expandable segments; for
+        private pools only if they are released."""
         pools = {0, *self._released}
         homes = [home for home in self._homes.values() if home.pool in pools]
         for home in homes:
@@ -151,14 +151,14 @@ class CachingAllocator:
                     self._give_back(block)
 
     def release(self, pool: int) -> None:
-        """The graphs of a private pool are gone: its memory may be given back."""
+        """Mark a private pool as unused by any graph: its memory may be released."""
         self._released.add(pool)
 
     def reset_peaks(self) -> None:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def blocks(self) -> list[tuple[int, int, bool]]:
-        """Address, bytes and whether it is free, of all that is reserved, by address."""
+        """(address, bytes, True if free) of all reserved blocks, sorted by address."""
         held = [(b.address, b.size, False) for b in self._live.values() if b is not None]
         cached = [(a, size, True) for h in self._homes.values() for size, _, a, _ in h.free]
         return sorted(held + cached)
@@ -179,13 +179,13 @@ class CachingAllocator:
         return block
 
     def _new(self, home: Home, size: int) -> Block | None:
-        """A block of a new segment, if need be after giving back what is cached."""
+        """Return a block of a new segment, if necessary after releasing cached blocks."""
         if self.settings.threshold and self.allowed < math.inf:
             self._collect()
         block = self._segment(home, size)
         if block is None and self._give_back_oversize(home, size):
             block = self._segment(home, size)
-        if block is None and home.pool == 0:  # during a capture nothing is given back
+        if block is None and home.pool == 0:  # nothing is released during a capture
             self.empty_cache()
             self.retries += 1
             block = self._segment(home, size)
@@ -209,7 +209,7 @@ class CachingAllocator:
         return Block(home, self._place(wanted), wanted, self._ranked(), None)
 
     def _expanded(self, home: Home, size: int) -> Block | None:
-        """`size` bytes or more at the lowest address with room for them, mapped."""
+        """Map and return at least `size` bytes at the lowest address with enough room."""
         block = home.growing(size)
         if block is None:
             page = SMALL_SEGMENT if home.small else self.settings.large_segment
@@ -229,7 +229,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Whole pages from the block's start on, with the free blocks beside; False: no room."""
+        """Map whole pages from the block's start, merging free neighbours; False: no room."""
         size = -(-size // block.range.page) * block.range.page
         if self.reserved + size > self.capacity:
             return False
@@ -245,7 +245,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """The pages that lie whole in a free block; all pages gone, the segment goes too."""
+        """Unmap the pages entirely inside a free block; drop a segment without pages."""
         start, page = block.range.start, block.range.page
         first = -(-(block.address - start) // page) * page + start
         size = (block.address + block.size - start) // page * page + start - first
@@ -268,8 +268,8 @@ class CachingAllocator:
         self.segments -= 1
 
     def _give_back_oversize(self, home: Home, size: int) -> bool:
-        """Whether enough blocks that are never split are given back for `size`: the smallest that
-        is enough, else the largest."""
+        """Release the smallest sufficient unsplittable block for `size`, else the largest ones;
+        return True if enough was released."""
         limit = self.settings.max_split
         if limit == math.inf or self.settings.expandable:
             return False
@@ -285,8 +285,8 @@ class CachingAllocator:
         return given >= wanted
 
     def _collect(self) -> None:
-        """Gives back segments that have been cached for longer than the mean of them, until no more
-        than the threshold is reserved."""
+        """Release segments cached for at least the mean age, until the reserved bytes are at most
+        the threshold."""
         excess = self.reserved - int(self.settings.threshold * self.allowed)
         homes = [h for (pool, _, small), h in self._homes.items() if pool == 0 and not small]
         found = [entry[3] for home in homes for entry in home.free]
@@ -307,7 +307,7 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _ranked(self, parent: Block | None = None) -> int:
-        """The rank of a new segment or of a piece of a block; of a tie the smaller comes first."""
+        """Return the rank of a new segment or of a part of a block; smaller ranks win ties."""
         if self.order == "address" or (self.order == "segment" and parent is not None):
             return parent.rank if parent is not None else 0
         self._rank += 1

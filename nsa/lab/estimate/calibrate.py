@@ -1,4 +1,4 @@
-"""What a GPU takes beyond tensors, read on this machine's: the row that `pretend.GPUS` lacks."""
+"""Calibration of a GPU's memory beyond tensors, on this machine: a row for `pretend.GPUS`."""
 
 import gc
 from dataclasses import replace
@@ -16,9 +16,9 @@ STEP = {"preset": "cpu_test", "tokens": 256, "backend": "masked", "precision": "
 
 
 def calibrated() -> Gpu:
-    """The first visible GPU, with `resident` and `context` read from a tiny training in a child
-    process. ValueError without a GPU, where others use it, or where that training did not end
-    well."""
+    """Return the first visible GPU, with `resident` and `context` measured by a tiny training in
+    a child process. ValueError without a GPU, if other processes use it, or if that training
+    failed."""
     if not torch.cuda.is_available():
         raise ValueError("a GPU is calibrated on itself, and torch finds none here")
     if others := preflight.foreign():
@@ -31,9 +31,9 @@ def calibrated() -> Gpu:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """In a child: the GPU's own answers, what torch's allocator holds once a training is gone, and
-    what nvidia-smi says is used beyond what it has reserved. RuntimeError where that tells
-    nothing."""
+    """Measure in a child: the GPU's properties, bytes left in torch's allocator after a training,
+    and bytes used according to nvidia-smi beyond those it reserved. RuntimeError if nvidia-smi
+    reports nothing."""
     before = preflight.used_mib()
     step = replace(TrainingSpec(**STEP, data="synthetic", device="cuda"), **spec)
     with open_trainer(step) as trainer:
@@ -57,7 +57,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def row(gpu: Gpu) -> str:
-    """The line for `nsa.lab.estimate.pretend.GPUS`."""
+    """Format the line for `nsa.lab.estimate.pretend.GPUS`."""
     sizes = f"resident=int({gpu.resident / MIB:.6g} * MIB), context={gpu.context // MIB} * MIB"
     what = f'"{gpu.name}", {gpu.capability}, {gpu.processors}, {gpu.total / GIB:.4g}'
     return f"_gpu({what}, {sizes}),"

@@ -1,7 +1,7 @@
-"""Functions of torch that C++ computes by other operators on a GPU than on a meta tensor.
+"""Functions of torch for which C++ calls other operators on a GPU than on a meta tensor.
 
-What follows does the same as torch's C++ (named in each place), and calls the operators that a GPU
-would run. Autocast is among it: its kernels leave meta tensors as they are.
+They reimplement torch's C++ (the source is named for each), and call the operators that a GPU
+would run. Autocast is included: its kernels do not cast meta tensors.
 """
 
 from typing import Any
@@ -20,19 +20,19 @@ aten = torch.ops.aten
 
 
 def _both(*names: str) -> set[Any]:
-    """torch's functions and Tensor's methods of these names."""
+    """Return torch's functions and Tensor's methods of these names."""
     return {getattr(x, name) for x in (torch, Tensor) for name in names if hasattr(x, name)}
 
 
-# What autocast casts to its dtype, and what to fp32, of what models call (aten/autocast_mode.h).
+# Functions of models that autocast runs in its dtype, and in fp32 (aten/autocast_mode.h).
 LOWER = _both("matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "__matmul__")
 LOWER |= {F.linear, F.scaled_dot_product_attention}
 WIDER = _both("softmax", "log_softmax", "logsumexp", "exp", "log", "pow", "rsqrt", "reciprocal")
 WIDER |= _both("sum", "prod", "cumsum", "cumprod", "norm", "rms_norm")
 WIDER |= {F.layer_norm, F.nll_loss, F.cross_entropy, F.mse_loss, F.softplus}
 
-# Operators that autograd calls by their name where they have a kernel of their own, as on a GPU,
-# and part by part elsewhere. A torch without CUDA is told that there is one; it is never run.
+# Operators that autograd calls directly if they have their own kernel, as on a GPU, and decomposed
+# elsewhere. For a torch without CUDA a kernel is registered; it is never run.
 _KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
 for _name in ("_fused_rms_norm", "silu_backward", "mish_backward"):
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_name}", "CUDA"):
@@ -40,7 +40,7 @@ for _name in ("_fused_rms_norm", "silu_backward", "mish_backward"):
 
 
 class Composites(TorchFunctionMode):
-    """Calls them in place of torch's own."""
+    """Mode that calls these functions in place of torch's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Composites(TorchFunctionMode):
         return INSTEAD.get(func, func)(*args, **kwargs)
 
     def _to(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """As `cached_cast` of aten/autocast_mode.cpp."""
+        """Cast like `cached_cast` of aten/autocast_mode.cpp."""
         floating = x.is_floating_point() and x.dtype not in (dtype, torch.float64)
         if x.device.type != "cuda" or not floating:
             return x
@@ -70,12 +70,12 @@ class Composites(TorchFunctionMode):
         return self._cast[x]
 
     def backward(self, *args, **kwargs) -> Any:
-        """In place of torch.autograd's engine: what is recomputed in it is no part of `func`."""
+        """Replace torch.autograd's engine: keeps this mode on for recomputation inside it."""
         with self:
             return _engine_run_backward(*args, **kwargs)
 
     def forget(self) -> None:
-        """In place of torch.clear_autocast_cache."""
+        """Replace torch.clear_autocast_cache."""
         self._cast.clear()
 
 
@@ -131,8 +131,8 @@ def _math(q, k, v, mask, is_causal, scale, enable_gqa) -> Tensor:
 
 
 def sdpa_choice(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> int:
-    """transformers/cuda/sdp_utils.cpp, in torch 2.11 with CUDA 13: the number of the first kernel
-    that is switched on and takes these inputs on the pretended GPU. RuntimeError where none does.
+    """transformers/cuda/sdp_utils.cpp, in torch 2.11 with CUDA 13: the number of the first enabled
+    kernel that accepts these inputs on the pretended GPU. RuntimeError if none does.
     """
     capability, half = torch.cuda.get_device_capability(), q.dtype in DTYPES
     dim, value_dim = q.shape[-1], v.shape[-1]

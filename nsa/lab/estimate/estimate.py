@@ -1,4 +1,4 @@
-"""What a training will hold at its peak, by whom, and the largest that fits."""
+"""Estimate of a training's peak memory by owner, and of the largest size that fits."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from nsa.spelling import choice
 UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException)
 GRAINS = {"tokens": 64, "batch": 1}
 STATE = ("parameters", "gradients", "optimizer_state")
-# Peaks with compiled blocks over those without, the least and the most of the pairs that runs of
-# 04_throughput on an H200 have, torch 2.11.
+# Ratio of peaks with and without compiled blocks: minimum and maximum over the pairs in runs of
+# 04_throughput on an H200, torch 2.11.
 COMPILED = (0.878, 0.954)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank, as its allocator would count them."""
+    """Estimated bytes of one rank, as counted by its allocator."""
 
-    allocated: int  # the peak, as torch.cuda.max_memory_allocated; on a CPU of the allocator's
+    allocated: int  # the peak, as torch.cuda.max_memory_allocated; on a CPU of its allocator
     reserved: int | None  # the peak, as torch.cuda.max_memory_reserved; None on a CPU
-    phase: str  # where the peak is
+    phase: str  # phase of the peak
     phases: dict[str, int]  # the peak of each phase
-    by_category: dict[str, int]  # at the peak; on a GPU "rounding" is what blocks have beyond
+    by_category: dict[str, int]  # at the peak; on a GPU "rounding" is the excess of blocks
     by_phase_category: dict[str, dict[str, int]]
-    saved: dict[str, int]  # alive when the forward ends, by module; layers count together
+    saved: dict[str, int]  # alive at the end of the forward, by module, layers merged
     how: str
-    unknown: dict[str, int]  # operators that the table does not know: bytes that each may add
+    unknown: dict[str, int]  # operators not in the table: bytes that each may add
     gpu: str = ""
     calibrated: bool = True
     uncertainty: float = 0.0
@@ -55,13 +55,13 @@ def estimate(
     ddp: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> Estimate:
-    """The peak of a training step, without a device: see `nsa.lab.estimate.trace`.
+    """Estimate the peak of a training step, without a device: see `nsa.lab.estimate.trace`.
 
-    gpu: the name of a GPU, or a part of it, whose programs and workspaces are meant; unused with
-    device="cpu". allocator: settings as in PYTORCH_CUDA_ALLOC_CONF. ddp: options of DDP that
-    `Parallel` has. changes: of the spec's TrainConfig. ValueError for a GPU, a setting or an option
-    that is unknown, and for a step that cannot be captured; RuntimeError for a step that needs
-    values, which a trace has not. `sequential` takes up to minutes.
+    gpu: name, or part of the name, of the GPU whose kernels and workspaces are assumed; unused with
+    device="cpu". allocator: settings as in PYTORCH_CUDA_ALLOC_CONF. ddp: DDP options as in
+    `Parallel`. changes: overrides of the spec's TrainConfig. ValueError for an unknown GPU, setting
+    or option, and for a step that cannot be captured; RuntimeError for a step that needs values,
+    which a trace does not have. `sequential` takes up to minutes.
     """
     return _estimate(spec, gpu, Settings.parse(allocator), ddp, changes)[0]
 
@@ -73,7 +73,7 @@ def _estimate(
     ddp: Mapping[str, Any] = MappingProxyType({}),
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Estimate, Run | None]:
-    """Also the steps from which the allocator's model has it, on a GPU."""
+    """Return the estimate and, on a GPU, the steps replayed by the allocator model."""
     libraries.check(spec.config().backend)
     chosen, run = gpu_named(gpu) if spec.device == "cuda" else None, None
     traced, how = whole(spec, chosen, ddp=ddp, **changes)
@@ -91,7 +91,7 @@ def _estimate(
         told |= {"gpu": chosen.name, "calibrated": chosen.measured}
     phases, by_phase = found["phases"], found["by_phase_category"]
     phase = max(phases, key=lambda name: phases[name])
-    if chosen and not chosen.measured:  # what libraries take of the allocator may be all wrong
+    if chosen and not chosen.measured:  # `resident` may be entirely wrong
         told["uncertainty"] += chosen.resident / phases[phase]
     made = Estimate(
         allocated=phases[phase],
@@ -106,14 +106,14 @@ def _estimate(
 
 
 def _took(run: Run, settings: Settings, room: int | None = None, **more: Any) -> reserved.Reserved:
-    """What the allocator's model makes of the steps, with so many bytes or with no limit."""
+    """Replay the steps in the allocator model, with `room` bytes or without a limit."""
     home = run.homes.__getitem__
     return reserved.replay(run.stream, settings, room, where=home, emptied=run.emptied, **more)
 
 
 def whole(spec: TrainingSpec, gpu: Gpu | None = None, **how: Any) -> tuple[Trace, str]:
-    """The trace of all layers, and how it was had: of a long run of like layers four are traced and
-    one is repeated, unless they turn out not to be alike. Buckets and shards go over layers: with
+    """Return the trace of all layers, and how it was made: for a long run of equal layers four are
+    traced and one is repeated, unless they turn out to differ. Buckets and shards span layers: with
     several ranks all are traced. RuntimeError for a step that needs values."""
     short = layers.shortened(spec) if spec.parallel == "none" else None
     try:
@@ -150,16 +150,16 @@ def _notes(spec: TrainingSpec, ddp: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Bracket:
-    """A size that fits, 0 if none does, and a larger one that does not: multiples of `grain`, and
-    neighbours unless both are as near as search.CLOSE."""
+    """A size that fits, 0 if none does, and a larger one that does not: multiples of `grain`,
+    adjacent or within search.CLOSE of each other."""
 
     what: str  # "tokens" or "batch"
     fits: int
-    does_not: int | None  # None where all do, up to the model's max_tokens
+    does_not: int | None  # None if all fit, up to the model's max_tokens
     grain: int
-    at: Estimate | None  # of what fits
-    beyond: Estimate | None  # of what does not
-    looks: int  # sizes for which an estimate was made
+    at: Estimate | None  # at `fits`
+    beyond: Estimate | None  # at `does_not`
+    looks: int  # number of sizes estimated
 
 
 def largest(
@@ -171,11 +171,11 @@ def largest(
     allocator: str = "",
     grain: int | None = None,
 ) -> Bracket:
-    """The largest T or batch of that training that fits so many GiB of a GPU, or of RAM.
+    """Find the largest T or batch of that training that fits `gib` GiB of a GPU, or of RAM.
 
-    On a GPU CUDA's context takes its part of them, and the allocator's model says whether the rest
-    suffices. Sizes are multiples of `grain`, by default 64 tokens and a sequence for each rank.
-    ValueError for another `what`, and where weights, gradients and AdamW's state alone need more.
+    On a GPU CUDA's context is subtracted, and the allocator model determines if the rest
+    suffices. Sizes are multiples of `grain`, by default 64 tokens or one sequence per rank.
+    ValueError for another `what`, and if weights, gradients and AdamW's state alone exceed it.
     """
     choice("what", what, tuple(GRAINS))
     grain = grain or GRAINS[what] * (spec.ranks if what == "batch" else 1)
@@ -207,7 +207,7 @@ def largest(
 
 
 def saved(traced: Trace) -> dict[str, int]:
-    """Bytes by module that the forward allocated and that live when it ends, the largest first."""
+    """Bytes by module allocated by the forward and alive at its end, the largest first."""
     lives = lifetimes(traced.stream)
     start, end = [span for name, *span in lives.spans if name == "forward"][-1]
     found: dict[str, int] = defaultdict(int)

@@ -1,9 +1,8 @@
-"""Many layers from a few: the trace of a model of which a run of like layers is shortened to four,
-its first, two in the middle and its last, is made that of the whole one.
+"""Extend a trace of few layers to many: runs of equal layers are traced with four layers (the
+first, two in the middle and the last), and the trace is extended to the whole model.
 
-What happens in one of the two middle layers, event by event, must be what happens in the other.
-Then it is repeated for as many layers as were left out. Nothing is fitted: sizes, order and
-lifetimes are those that all layers would have had.
+Both middle layers must have the same events. One is then repeated for all layers left out. Nothing
+is fitted: sizes, order and lifetimes are those of a trace of all layers.
 """
 
 import re
@@ -17,27 +16,27 @@ from nsa.lab.estimate.trace import Trace
 from nsa.lab.measure.allocations import FREE
 from nsa.lab.training import TrainingSpec
 
-KEPT = 4  # of a run of like layers
+KEPT = 4  # layers traced of a run of equal ones
 LAYER = re.compile(r"blocks\.(\d+)")
-# A block of memory, but for its layer: number of the phase, which sweep over the layers or which
-# stretch between them, number within one layer's part of it.
+# A block of memory, without its layer: index of the phase, of the sweep over the layers or the
+# section between sweeps, and of the block within one layer's part of it.
 Key = tuple[int, int, int]
 
 
 class Irregular(Exception):
-    """Layers that should be alike are not; the message says where."""
+    """Layers that should be equal differ; the message gives the place."""
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """A training with fewer layers, and which of them each layer of the whole one is like."""
+    """A training with fewer layers, and for each original layer the index of its equal there."""
 
     spec: TrainingSpec
     like: tuple[int, ...]
 
 
 def shortened(spec: TrainingSpec) -> Shortened | None:
-    """None where there is nothing to leave out."""
+    """Return the spec with fewer layers; None if no layer can be left out."""
     from nsa.model.config import layer_range
 
     config = spec.config()
@@ -58,7 +57,7 @@ def shortened(spec: TrainingSpec) -> Shortened | None:
 
 @dataclass
 class Part:
-    """A stretch of events: one layer's part of a sweep over them, or with None what is between."""
+    """A section of events: one layer's part of a sweep, or events between sweeps (layer None)."""
 
     layer: int | None
     events: list[tuple[int, int]] = field(default_factory=list)  # address, and bytes or FREE
@@ -66,7 +65,7 @@ class Part:
 
 
 def repeated(short: Trace, like: Sequence[int]) -> Trace:
-    """The trace of all layers. Irregular where that of the few does not tell."""
+    """Return the trace of all layers. Raises Irregular if the short one cannot be extended."""
     return _Repeat(short, like).whole()
 
 
@@ -77,7 +76,7 @@ class _Repeat:
             address: int(found[1]) if (found := LAYER.search(name)) else None
             for address, name in short.where.items()
         }
-        self.symbols: dict[int, tuple[Key, int | None]] = {}  # of each address
+        self.symbols: dict[int, tuple[Key, int | None]] = {}  # by address
         self.parts = self._parts()
         self.made = Trace(unknown=short.unknown, operators=short.operators)
         self.addresses: dict[tuple[Key, int | None], int] = {}
@@ -100,7 +99,7 @@ class _Repeat:
         return self.made
 
     def _parts(self) -> list[list[Part]]:
-        """Those of each phase, and before the first."""
+        """Parts of each phase, and of the events before the first."""
         stream = self.short.stream
         borders = [0, *(at for at, _ in stream.marks), len(stream)]
         names = ["", *(name for _, name in stream.marks)]
@@ -113,7 +112,7 @@ class _Repeat:
         parts, stream = [Part(None)], self.short.stream
         for at in positions:
             address, size = stream.addresses[at], stream.sizes[at]
-            layer = self.layer_of.get(address, -1)  # of no module that is known
+            layer = self.layer_of.get(address, -1)  # -1: of no known module
             if size != FREE:
                 starts = layer != -1 and layer != parts[-1].layer
             else:  # a backward frees what its layer has saved
@@ -126,7 +125,7 @@ class _Repeat:
         return parts
 
     def _number(self, number: int, parts: list[Part], name: str) -> None:
-        """Finds the sweeps, each over all layers in turn, and names what is allocated."""
+        """Find the sweeps, each over all layers in order, and assign keys to allocations."""
         sweep, expected = 0, iter(())
         for part, after in zip(parts, [*parts[1:], None], strict=True):
             if part.layer is not None:
@@ -151,7 +150,7 @@ class _Repeat:
                     ordinal += 1
 
     def _in_order(self, parts: list[Part]) -> Iterator[tuple[Part, int | None]]:
-        """Each part and the layer that it is for."""
+        """Yield each part with its layer in the whole model."""
         for _, group in groupby(parts, key=lambda part: part.sweep):
             few = list(group)
             if few[0].layer is None:
@@ -170,7 +169,7 @@ class _Repeat:
                 raise Irregular(f"layer {layer + 1} is not like layer {layer}")
 
     def _form(self, part: Part) -> Iterator[Any]:
-        """The events without addresses, and layers counted from this one."""
+        """Yield the events without addresses, with layers relative to this one."""
         for bulk, events in self._runs(part):
             if events[0][1] != FREE:
                 names = (self.short.where.get(address, "") for address, _ in events)
@@ -180,11 +179,11 @@ class _Repeat:
             theirs = [self.symbols[address] for address, _ in events]
             if not bulk:
                 theirs = [(k, -self.count if x is None else x - part.layer) for k, x in theirs]
-            yield bulk, sorted(theirs)  # of several at once the order may be any
+            yield bulk, sorted(theirs)  # simultaneous frees may come in any order
 
     def _runs(self, part: Part) -> Iterator[tuple[bool, list[tuple[int, int]]]]:
-        """Stretches of frees and of allocations, and whether it is one of frees that goes over many
-        layers, for then it goes over all of them."""
+        """Yield runs of frees or of allocations, with True for frees that span many layers, and
+        therefore all layers."""
         for frees, run in groupby(part.events, key=lambda event: event[1] == FREE):
             events = list(run)
             layers = {self.symbols[address][1] for address, _ in events} - {None} if frees else ()
@@ -230,7 +229,7 @@ class _Repeat:
             self.made.stream.tag(category, [address for address in found if address is not None])
 
     def _expanded(self, addresses: Any) -> Iterator[tuple[Key, int | None]]:
-        """Those of the few layers as those of all, layer by layer."""
+        """Expand addresses of the few layers to symbols of all layers, layer by layer."""
         keys: dict[int | None, list[Key]] = defaultdict(list)
         for address in addresses:
             key, layer = self.symbols[address]

@@ -1,8 +1,8 @@
-"""Programs that are no operators of torch's, on the pretended GPU: Triton's kernels, flash-attn and
-compiled flex_attention. Nothing of them is run; what they allocate, they allocate.
+"""Non-torch programs on the pretended GPU: Triton kernels, flash-attn and compiled flex_attention.
+No kernel runs, but their allocations are made.
 
-Our Triton launchers are asked: their own Python runs, and only `kernel[grid](...)` does nothing.
-flash-attn need not be installed, and nothing is compiled.
+Our Triton launchers run in Python as they are; only `kernel[grid](...)` does nothing. flash-attn
+need not be installed, and nothing is compiled.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ OURS = "nsa::"  # the operators of nsa.kernels
 
 
 def notes() -> tuple[str, ...]:
-    """What of these libraries is missing here, and what that means for what is foretold."""
+    """Notes on libraries missing here, and the effect on the estimate."""
     if triton.INSTALLED:
         return ()
     return ("Triton is not installed here, so the GPU is taken to lack it too: auto takes others",)
 
 
 def check(backend: str) -> None:
-    """ValueError for a backend that cannot be foretold without a library that is missing here."""
+    """Raise ValueError if estimating the backend needs a library that is missing here."""
     if backend == "triton" and not triton.INSTALLED:
         raise ValueError(
             "backend=triton is foretold by its kernels' launchers, which need Triton, but "
@@ -38,13 +38,13 @@ def check(backend: str) -> None:
 
 
 def launcher(func: Any) -> Callable | None:
-    """The Python of an operator of ours; None for any other."""
+    """Return the Python function of one of our operators; None for any other."""
     found = OPDEFS.get(func._schema.name) if func._schema.name.startswith(OURS) else None
     return found._init_fn if found else None
 
 
 class OneStream:
-    """In place of a SideStream: what is allocated on either stream counts alike."""
+    """Replacement for SideStream: allocations on both streams count as one stream's."""
 
     def __init__(self, q: Tensor) -> None:
         pass
@@ -60,14 +60,14 @@ class OneStream:
 
 
 def _address(x: Tensor) -> int:
-    """Another one for each storage, aligned as an allocator's."""
+    """Return a fake address, unique per storage and aligned like an allocator's."""
     return x.untyped_storage()._cdata * 512 + x.storage_offset() * x.element_size()
 
 
 @contextlib.contextmanager
 def stubbed(flash: bool) -> Iterator[None]:
-    """Inside, they allocate and compute nothing. flash: as if flash-attn were installed, as it is
-    where it is named; else only if it is."""
+    """Replace these programs inside by stubs that only allocate. flash: treat flash-attn as
+    installed (used if it is requested by name); False: only if it is installed."""
     known = dense.library_for
 
     def library_for(capability):
@@ -82,7 +82,7 @@ def stubbed(flash: bool) -> Iterator[None]:
 
         put(dense, "library_for", library_for)
         put(flex, "_flex_attention", lambda compiled: _flex_attention)
-        # Answers about the GPU are kept by device, and another may be asked about next.
+        # GPU properties are cached by device, and the next estimate may be for another GPU.
         put(measured, "_gpu", measured._gpu.__wrapped__)
         put(FakeTensor, "data_ptr", _address)
         if triton.INSTALLED:
@@ -96,12 +96,12 @@ def stubbed(flash: bool) -> Iterator[None]:
 
 
 def round_up(n: int, size: int) -> int:
-    """The least multiple of `size` that is at least n."""
+    """Round n up to a multiple of `size`."""
     return -(-n // size) * size
 
 
 class Flash:
-    """What a generation of flash-attn allocates."""
+    """Allocations of flash-attn, by GPU generation."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.newest = capability[0] >= 9
@@ -119,7 +119,7 @@ class Flash:
 
     def _newest(self, q: Tensor, k: Tensor, deterministic: bool) -> list[Tensor]:
         """flash_attn/cute/interface.py, _flash_attn_bwd: dq in fp32, the row sums of p dp and the
-        log-sum-exp by tiles; for groups dk and dv in fp32 too."""
+        log-sum-exp padded to tiles; with groups also dk and dv in fp32."""
         (batch, tokens, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
         rows, width = round_up(tokens, 64 if self.capability[0] == 9 else 128), round_up(dim, 32)
         made = [q.new_empty(batch, heads, rows * width, dtype=torch.float32)]
@@ -130,8 +130,8 @@ class Flash:
         return made
 
     def _second(self, q: Tensor, k: Tensor, deterministic: bool) -> list[Tensor]:
-        """csrc/flash_attn/flash_api.cpp, mha_bwd: row sums, dq in fp32, for groups dk and dv of
-        each query head. Deterministic, one dq for each part of the keys."""
+        """csrc/flash_attn/flash_api.cpp, mha_bwd: row sums, dq in fp32, with groups dk and dv of
+        each query head. If deterministic, one dq for each part of the keys."""
         (batch, tokens, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
         rows, width, parts = round_up(tokens, 128), round_up(dim, 32 if dim <= 128 else 64), 1
         if deterministic:
@@ -145,8 +145,8 @@ class Flash:
 
 
 class _Attention(torch.autograd.Function):
-    """q [B, T, HQ, D], k and v [B, T, HKV, *] -> o [B, T, HQ, DV]: keeps both and a log-sum-exp,
-    and in the backward asks `workspace(q, k)` for what is needed meanwhile."""
+    """q [B, T, HQ, D], k and v [B, T, HKV, *] -> o [B, T, HQ, DV]: saves these and a log-sum-exp,
+    and in the backward allocates temporaries with `workspace(q, k)`."""
 
     @staticmethod
     def forward(ctx, q, k, v, workspace, kept):
@@ -167,8 +167,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _flex_attention(q, k, v, *, block_mask, scale, enable_gqa, kernel_options) -> Tensor:
-    """torch/_inductor/kernel/flex: o and a log-sum-exp, in the backward the row sums of do o. What
-    the mask reads and its tiles, which are made by torch's own operators, live until then."""
+    """torch/_inductor/kernel/flex: o and a log-sum-exp, in the backward the row sums of do o. The
+    mask's inputs and tiles, which are made by torch's own operators, live until then."""
 
     def workspace(q: Tensor, k: Tensor) -> list[Tensor]:
         return [q.new_empty(q.shape[:3], dtype=torch.float32)]

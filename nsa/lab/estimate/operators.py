@@ -1,4 +1,4 @@
-"""What operators allocate besides their results, and operators that fake tensors cannot run."""
+"""Temporary allocations of operators, and substitutes for those that fake tensors cannot run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from nsa.lab.estimate.libraries import round_up
 
 aten = torch.ops.aten
 
-# Operators by another way: each is called as the operator is, and sees the same modes.
+# Substitutes for operators, with the same arguments and under the same modes.
 SUBSTITUTES: dict[str, dict[Any, Callable]] = {
     "cpu": {aten._pin_memory.default: lambda x, *_: x},
     "cuda": {aten._pin_memory.default: lambda x, *_: x},
@@ -20,7 +20,7 @@ SUBSTITUTES: dict[str, dict[Any, Callable]] = {
 
 
 def substitute(tracker: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The results of `func` by another way; NotImplemented where it runs as it is."""
+    """Return the results of a substitute for `func`; NotImplemented if there is none."""
     instead = SUBSTITUTES[tracker.device].get(func)
     if instead is None and tracker.device == "cuda" and func.namespace == "nsa":
         instead = libraries.launcher(func)
@@ -31,12 +31,12 @@ def substitute(tracker: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def besides(tracker: Any, func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[int, ...]:
-    """Bytes of what it allocates and frees again. One that nothing is known of is noted in the
-    trace, with the bytes of its largest results: it may allocate as much again."""
+    """Bytes of the operator's temporary allocations. An unknown operator is noted in the trace,
+    with the bytes of its largest results: it may allocate as much again."""
     found = BESIDES[tracker.device].get(func)
     if found is not None:
         return found(args, kwargs, out)
-    # A CPU's need no more than their results where a GPU's do, by the allocator's events.
+    # CPU operators need only their results even where GPU ones do not, by the allocator's events.
     if not _plain(func) and (tracker.device == "cuda" or func not in BESIDES["cuda"]):
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         size = sum(_bytes(x) for x in made if x.device.type == tracker.device)
@@ -56,7 +56,7 @@ def _logsumexp(args, kwargs, out) -> tuple[int, ...]:
 
 
 def _safe_softmax(args, kwargs, out) -> tuple[int, ...]:
-    """native/transformers/attention.cpp: which scores are -inf, and which rows are throughout."""
+    """native/transformers/attention.cpp: masks of -inf scores, and of rows with only -inf."""
     return _bytes(out, 1), out.numel() // max(1, out.shape[args[1]])
 
 
@@ -66,8 +66,8 @@ def _softmax_backward(args, kwargs, out) -> tuple[int, ...]:
 
 
 def _product(args, kwargs, out) -> tuple[int, ...]:
-    """native/cuda/Blas.cpp, prepare_matrix_for_cublas: a copy of each matrix of which neither
-    dimension is contiguous."""
+    """native/cuda/Blas.cpp, prepare_matrix_for_cublas: a copy of each matrix with no
+    contiguous dimension."""
     return tuple(_bytes(x) for x in args if isinstance(x, Tensor) and x.ndim > 1 and _strided(x))
 
 
@@ -79,7 +79,7 @@ def _strided(x: Tensor) -> bool:
 
 def _sort(args, kwargs, out) -> tuple[int, ...]:
     """native/cuda/Sort.cpp: up to 4096 in place; more by cub, with a second buffer of keys and
-    indices and the indices to start from."""
+    indices, and the initial indices."""
     x = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
     if x.ndim == 0 or x.shape[dim] <= 4096:
@@ -88,8 +88,8 @@ def _sort(args, kwargs, out) -> tuple[int, ...]:
 
 
 def _embedding_backward(args, kwargs, out) -> tuple[int, ...]:
-    """native/cuda/Embedding.cu: from 3073 indices on they are sorted, with their places, by cub,
-    and rows are added up in parts of 10 and one more for each word."""
+    """native/cuda/Embedding.cu: 3073 or more indices are sorted, with their positions, by cub,
+    and rows are summed in parts of 10 and one more for each word."""
     ids, words = args[1].numel(), out.shape[0]
     if ids <= 3072:
         return ()
@@ -97,9 +97,9 @@ def _embedding_backward(args, kwargs, out) -> tuple[int, ...]:
 
 
 def _cudnn_backward(args, kwargs, out) -> tuple[int, ...]:
-    """native/cudnn/MHA.cpp: do where its last dimension is not contiguous. cuDNN's own workspace is
-    not published; what an H200 measured is dq in fp32, a number for each row, and for groups dk and
-    dv of each query head."""
+    """native/cudnn/MHA.cpp: do if its last dimension is not contiguous. cuDNN's workspace is not
+    published; measured on an H200: dq in fp32, one number per row, and with groups dk and dv of
+    each query head."""
     do, q, k = args[:3]
     copied = 0 if do.stride(-1) == 1 else _bytes(do)
     return copied, _bytes(q, 4), _bytes(q[..., 0], 4), *(_grouped(q, k),) * 2
@@ -111,7 +111,7 @@ def _grouped(q: Tensor, k: Tensor) -> int:
 
 
 def _flash_backward(args, kwargs, out) -> tuple[int, ...]:
-    """native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd, and what it makes contiguous."""
+    """native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd, and its contiguous copies."""
     do, q, k = args[:3]
     batch, heads, rows, dim = q.shape[0], q.shape[1], round_up(q.shape[2], 128), q.shape[3]
     width = round_up(dim, 32 if dim <= 128 else 64)
@@ -121,24 +121,24 @@ def _flash_backward(args, kwargs, out) -> tuple[int, ...]:
 
 
 def _efficient(args, kwargs, out) -> tuple[int, ...]:
-    """mem_eff_attention/kernel_forward.h: o in fp32 where it does not fit the registers."""
+    """mem_eff_attention/kernel_forward.h: o in fp32 if it does not fit the registers."""
     q, v = args[0], args[2]
     wide = v.shape[-1] > 128 and q.element_size() == 2
     return (_bytes(out[0], 4),) if wide else ()
 
 
 def _efficient_backward(args, kwargs, out) -> tuple[int, ...]:
-    """attention_backward.cu, kernel_backward.h: do, the row sums; in 16 bits dq in fp32, in fp32
-    do * o, from which the sums are taken."""
+    """attention_backward.cu, kernel_backward.h: do, the row sums; for 16-bit inputs dq in fp32, for
+    fp32 do * o, from which the row sums are computed."""
     do, q = args[:2]
     copied = 0 if do.transpose(1, 2).is_contiguous() else _bytes(do)
     return copied, _bytes(q[..., 0], 4), _bytes(q, 4) if q.element_size() == 2 else _bytes(do)
 
 
-# Bytes that an operator allocates and frees again while its results are there, from (args, kwargs,
-# out). What is left out is below a thousandth of any step's peak: reductions' partial sums,
-# _foreach_norm's, topk's counts, and the fused norm's, which has some from 65,536 rows on. So are
-# a CPU's tiles of flash attention, for each thread, but in steps of a few MiB (2 % were seen).
+# Bytes of temporaries that an operator allocates in addition to its results, from (args, kwargs,
+# out). Those left out are below a thousandth of any step's peak: reductions' partial sums,
+# _foreach_norm's, topk's counts, and the fused norm's at 65,536 rows or more. So are flash
+# attention's tiles per CPU thread, except in steps of a few MiB (2 % were observed).
 _BOTH = {aten.logsumexp.default: _logsumexp, aten._safe_softmax.default: _safe_softmax}
 BESIDES: dict[str, dict[Any, Callable[..., tuple[int, ...]]]] = {
     "cpu": _BOTH,
@@ -157,7 +157,7 @@ BESIDES: dict[str, dict[Any, Callable[..., tuple[int, ...]]]] = {
     | dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _product),
 }
 
-# Operators known to allocate their results and no more, beside those that torch tags as pointwise
+# Operators known to allocate only their results, besides those that torch tags as pointwise
 # and those that return a view or write in place.
 RESULTS_ONLY = frozenset(
     """

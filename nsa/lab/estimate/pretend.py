@@ -1,8 +1,8 @@
-"""A GPU that is not there: fake tensors that say "cuda:0", on a torch built with or without CUDA.
+"""A pretended GPU: fake tensors on "cuda:0", for a torch built with or without CUDA.
 
-Such a tensor is a fake one on the CUDA device for Python, for FakeTensorMode and for autocast, and
-a meta tensor for C++. Autograd asks C++ for the device, finds none to guard and runs; what branches
-on the device in C++ and differs on a GPU is done by `composites`.
+Such a tensor is a fake tensor on the CUDA device for Python, FakeTensorMode and autocast, and
+a meta tensor for C++. Autograd gets the device from C++, finds none to guard and runs; C++ code
+that branches on the device and differs on a GPU is replaced by `composites`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo  # its registrations read what is replaced below
+import torch._dynamo  # its registrations must precede the patches below
 import torch.cuda.amp.common
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -31,20 +31,20 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the programs ask of a GPU, and what it takes beyond tensors."""
+    """Properties of a GPU queried by programs, and its memory use beyond tensors."""
 
     name: str
     capability: tuple[int, int]
     processors: int  # streaming multiprocessors
-    total: int  # bytes, as torch.cuda.get_device_properties tells
-    resident: int  # bytes that cuBLAS takes of torch's allocator, once
-    context: int  # bytes that CUDA and its libraries take beside torch's allocator
-    measured: bool  # whether resident and context were read on such a GPU
+    total: int  # bytes, as in torch.cuda.get_device_properties
+    resident: int  # bytes that cuBLAS takes from torch's allocator, once
+    context: int  # bytes used by CUDA and its libraries outside torch's allocator
+    measured: bool  # True if resident and context were measured on such a GPU
 
 
 def _workspaces(capability: tuple[int, int]) -> int:
-    """One workspace for the forward's thread and one for the backward's: torch gives cuBLAS
-    32 MiB each from compute capability 9.0 on, and 8.125 MiB before."""
+    """One cuBLAS workspace for the forward's thread and one for the backward's: in torch 32 MiB
+    each for compute capability 9.0 and above, and 8.125 MiB below."""
     return 2 * (32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * 1024)
 
 
@@ -70,7 +70,7 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of that name, or of a part of it ("H100"). ValueError names those that are known."""
+    """Return the GPU of that name, or part of it ("H100"). ValueError names the known ones."""
     found = [gpu for known, gpu in GPUS.items() if name.lower() in known.lower()]
     if not found:
         hint = nearest(name, GPUS)
@@ -78,8 +78,8 @@ def gpu_named(name: str) -> Gpu:
     return found[0]
 
 
-# Operators of which the meta kernel alone tells what they return, beside those that torch tags as
-# pointwise: shapes and strides follow from the arguments, and all of it is on one device.
+# Operators whose results are fully determined by the meta kernel, besides those that torch tags as
+# pointwise: shapes and strides follow from the arguments, and all tensors are on one device.
 VIEWS = frozenset(
     """
     view _unsafe_view _reshape_alias slice select transpose permute expand unsqueeze squeeze detach
@@ -94,11 +94,11 @@ NEW = frozenset(
 
 
 class Quick(FakeTensorMode):
-    """FakeTensorMode, several times as fast for most of what a step calls.
+    """FakeTensorMode, several times as fast for most operators of a step.
 
-    One that is listed above, on plain fake tensors of one device, goes to its meta kernel without
-    FakeTensorMode's search for special cases. What one makes that returns a single new tensor is
-    remembered by shapes, strides and dtypes, for many of these kernels are slow Python.
+    An operator listed above, on plain fake tensors of one device, calls its meta kernel without
+    FakeTensorMode's search for special cases. If it returns a single new tensor, the result is
+    cached by shapes, strides and dtypes, since many of these kernels are slow Python.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ def _empty(like: tuple[Any, Any, torch.dtype]) -> torch.Tensor:
 
 
 def _kind(func: Any) -> str:
-    """ "new" where it returns one new tensor, "old" for views and what it was given; else ""."""
+    """Return "new" for one new tensor, "old" for views and arguments as results; else ""."""
     if getattr(func, "namespace", "") != "aten":
         return ""
     schema, name = func._schema, func._schema.name.partition("::")[2]
@@ -164,9 +164,9 @@ def _kind(func: Any) -> str:
 
 
 def _read(values: Any, device: torch.device | None, key: list[Any]) -> torch.device | None:
-    """The device of all tensors in it, `device` if that is given, and what they are like at the end
-    of `key`. None where they are not all plain fake ones of one device, and where one is asked for.
-    """
+    """Return the common device of all tensors in `values` (and `device` if given), and append their
+    properties to `key`. None if any is not a plain fake tensor of that device, or is a
+    torch.device."""
     for x in values:
         kind = type(x)
         if kind is FakeTensor:
@@ -188,8 +188,8 @@ def _read(values: Any, device: torch.device | None, key: list[Any]) -> torch.dev
 
 
 class Fakes(Quick):
-    """Quick for tensors that C++ takes for meta ones: what C++ makes beside one of them is on the
-    pretended GPU too."""
+    """Quick for tensors that are meta tensors for C++: new tensors made by C++ alongside them are
+    on the pretended GPU too."""
 
     def dispatch(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -200,9 +200,9 @@ class Fakes(Quick):
 
 @contextlib.contextmanager
 def pretended(gpu: Gpu, *, flash: bool = False) -> Iterator[Fakes]:
-    """Inside, tensors made on DEVICE are fake ones of that GPU, and torch.cuda answers for it.
+    """Pretend that GPU inside: tensors made on DEVICE are fake, and torch.cuda reports the GPU.
 
-    flash: flash-attn is there, even where it is not installed.
+    flash: flash-attn is available, even if it is not installed.
     """
     make = torch.Tensor._make_subclass
 

@@ -1,9 +1,9 @@
-"""One rank of several, traced without the others: DDP and FSDP2 themselves, over a process group
+"""Trace of one rank of several without the others: the real DDP and FSDP2, over a process group
 that sends nothing.
 
-What they allocate is traced like all else: DDP's buckets, the copies that its hooks make, FSDP2's
-shards, gathered blocks and buffers, and gloo's copies of these. What NCCL allocates for itself is
-beside torch's allocator and in no count. Rank 0 is traced: where ranks do not divide a parameter,
+Their allocations are traced like all others: DDP's buckets, copies made by its hooks, FSDP2's
+shards, gathered blocks and buffers, and gloo's copies of these. NCCL's own allocations are outside
+torch's allocator and not counted. Rank 0 is traced: if a parameter is not divisible by the ranks,
 FSDP2 pads every shard to the size of rank 0's, so no rank holds more.
 """
 
@@ -25,21 +25,21 @@ from nsa.model.parallel import Parallel
 
 
 def place_of(spec: TrainingSpec, device: str, **options: Any) -> Parallel:
-    """Rank 0 of the spec's ranks, which trains without the others inside `ranked`.
+    """Return rank 0 of the spec's ranks, which trains without the others inside `ranked`.
 
-    options: those of DDP that Parallel has. ValueError for those that do not go together.
+    options: DDP options as in Parallel. ValueError for invalid combinations.
     """
     parallel.check(spec.parallel, **options)
     if spec.parallel == "none":
         return replace(parallel.SINGLE, device=device)
-    # A static graph differs in its first step, and a search for unused parameters by two whole
-    # numbers a parameter.
+    # A static graph differs only in its first step, and a search for unused parameters only by two
+    # integers per parameter.
     options |= {"static_graph": False, "find_unused_parameters": False}
     return _Alone(spec.parallel, ranks=spec.ranks, device=device, joined=False, **options)
 
 
 class _Alone(Parallel):
-    """DDP on it takes each bucket for the mean as soon as it is full."""
+    """Parallel whose DDP treats each full bucket as already averaged."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         wrapped = super().wrap(model)
@@ -56,8 +56,8 @@ def _done(value: Any) -> torch.futures.Future:
 
 @contextlib.contextmanager
 def ranked(tracker: Any, place: Parallel) -> Iterator[None]:
-    """Inside, `place` can train; the modes of `tracker`, the trace's, are on. Nothing for one rank
-    without DDP or FSDP2. ValueError in a process that is in a process group."""
+    """Allow `place` to train inside, with the modes of `tracker` on. No effect for one rank
+    without DDP or FSDP2. ValueError in a process that already has a process group."""
     if place.kind == "none":
         yield
         return
@@ -69,7 +69,7 @@ def ranked(tracker: Any, place: Parallel) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with contextlib.ExitStack() as held:
-        # torch has it say this rank's number for good.
+        # torch permanently makes it print this rank's number.
         held.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
         with _disable_current_modes():
             store = FakeStore()
@@ -95,7 +95,7 @@ def _for_ddp() -> Iterator[Replaced]:
         return mock.Mock(get_future=lambda: _done([tensor]))
 
     yield dist, "all_reduce", all_reduce
-    # It compares values, which fake tensors do not have.
+    # This compares values, which fake tensors do not have.
     yield distributed, "_verify_param_shape_across_processes", lambda *_: None
 
 
@@ -110,7 +110,7 @@ def _for_fsdp(tracker: Any) -> Iterator[Replaced]:
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     def seen(resize: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        """A storage that is resized is no operator's doing."""
+        """Wrap a resize of a storage, which no operator reports."""
 
         def resized(tensor: Tensor) -> None:
             tracker.freed(tensor)
@@ -120,7 +120,7 @@ def _for_fsdp(tracker: Any) -> Iterator[Replaced]:
         return resized
 
     def unseen(call: Callable) -> Callable:
-        """Of lists of ranks, and of whole tensors that no rank has."""
+        """Wrap a call on rank lists or on whole tensors that no rank holds, hiding it."""
 
         def called(*args: Any, **options: Any) -> Any:
             with _disable_current_modes():
@@ -137,7 +137,7 @@ def _for_fsdp(tracker: Any) -> Iterator[Replaced]:
                 yield module, name, seen(getattr(module, name))
 
     def copied(call: Callable) -> Callable:
-        """gloo sends a copy of what it gathers into or scatters from."""
+        """Wrap a collective of gloo, which sends a copy of the gathered or scattered tensor."""
 
         def called(comm: Any, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
             tracker.besides(max(output_tensor.nbytes, input_tensor.nbytes))
@@ -149,7 +149,7 @@ def _for_fsdp(tracker: Any) -> Iterator[Replaced]:
         for kind in (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter):
             yield kind, "__call__", copied(kind.__call__)
     else:
-        # C++ takes a sharded tensor for a meta one, as it does its part.
+        # A sharded tensor is a meta tensor for C++, as is its local part.
         yield DTensor, "device", property(lambda sharded: sharded._local_tensor.device)
         streams = _Streams()
         tracker.current_stream = streams.number
@@ -157,7 +157,7 @@ def _for_fsdp(tracker: Any) -> Iterator[Replaced]:
 
 
 class _Streams:
-    """torch.cuda's streams where there is no GPU: each has a number, and nothing waits."""
+    """Replacement for torch.cuda streams without a GPU: numbered, and nothing waits."""
 
     def __init__(self) -> None:
         self._current = [_Stream(0)]

@@ -1,4 +1,4 @@
-"""What CUDA's caching allocator reserves for a stream of allocations and frees."""
+"""Memory reserved by CUDA's caching allocator for a stream of allocations and frees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsa.lab.measure.allocations import FREE, Stream
 
 @dataclass(frozen=True)
 class Peak:
-    """Most bytes at any one time; each number at its own."""
+    """Maximum bytes over time; each number has its own peak."""
 
     allocated: int = 0
     reserved: int = 0
@@ -25,11 +25,11 @@ class Peak:
 
 @dataclass(frozen=True)
 class Reserved:
-    """What a stream held at its peak, in bytes, and how it ended."""
+    """Peaks of a replayed stream, in bytes, and its outcome."""
 
-    peak: Peak  # over all events, those before the first phase included
-    phases: dict[str, Peak]  # each with what there was when it started
-    out_of_memory: OutOfMemory | None  # where it ended, if it did not come to its end
+    peak: Peak  # over all events, including those before the first phase
+    phases: dict[str, Peak]  # each including blocks held at its start
+    out_of_memory: OutOfMemory | None  # the failed allocation, if the replay did not complete
 
 
 def replay(
@@ -41,11 +41,11 @@ def replay(
     where: Callable[[int], tuple[int, int]] | None = None,
     emptied: int | None = None,
 ) -> Reserved:
-    """What the allocator reserves for these allocations and frees; sizes are what is asked for. An
-    address that is given out again was freed before.
+    """Replay these allocations and frees in the allocator model; sizes are requested bytes. A
+    reused address counts as freed before.
 
-    where: (stream, pool) of the allocation at that event; None: all on the default ones.
-    emptied: the event before which what is cached is given back, as a capture does.
+    where: returns (stream, pool) of the allocation at that event; None: the default ones.
+    emptied: the event before which the cache is emptied, as a capture does.
     """
     allocator = CachingAllocator(settings, capacity, total=total)
     borders = deque([*stream.marks, (len(stream), "end")])
@@ -78,6 +78,6 @@ def replay(
                 break
             live.add(address)
     ends()
-    for _, phase in borders:  # noqa: B007  without an event
+    for _, phase in borders:  # noqa: B007  phases without events
         ends()
     return Reserved(peak, phases, failed)

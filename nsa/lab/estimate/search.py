@@ -1,22 +1,22 @@
-"""Where a size stops fitting, with few looks: each is a trace."""
+"""Search for the largest size that fits, with few looks: each is a trace."""
 
 from collections.abc import Callable
 
 import numpy as np
 
-FURTHER = 8  # times the largest look, beyond which a form is not believed
-CLOSE = 1 / 512  # of the size: what fits and what does not are as near as this, or neighbours
+FURTHER = 8  # limit of extrapolation, as a multiple of the largest look
+CLOSE = 1 / 512  # fraction of the size: the search ends at this distance, or at neighbours
 
 
 def boundary(
     look: Callable[[int], tuple[float, bool]], room: float, start: int, most: int | None = None
 ) -> tuple[int, int | None]:
-    """(a size that fits, a larger one that does not), neighbours or CLOSE; 0 if 1 does not fit, and
-    None for the other if `most` fits.
+    """Return (a size that fits, a larger one that does not), neighbours or CLOSE; 0 if 1 does not
+    fit, and None for the second if `most` fits.
 
-    look(size) tells what it needs and whether that fits `room`. What is needed grows about as a
-    quadratic in the size, so the next look is where that of the nearest three crosses `room`; from
-    one on that left more than half of what was to be searched, in the middle.
+    look(size) returns its need and True if that fits `room`. The need is about quadratic in the
+    size, so the next look is where a quadratic through the nearest three crosses `room`; once a
+    look leaves more than half of the interval, the search bisects.
     """
     low, high, slow = 0, None if most is None else most + 1, False
     needs: dict[int, float] = {}
@@ -31,7 +31,7 @@ def boundary(
 
 
 def _crossing(needs: dict[int, float], room: float, low: int, high: int | None) -> int:
-    """The next size to look at, between both."""
+    """Return the next size to try, between `low` and `high`."""
     top = FURTHER * max(needs) if high is None else high - 1
     nearest = sorted(needs, key=lambda size: abs(needs[size] - room))[:3]
     guess: float = 2 * low if high is None else (low + high) // 2

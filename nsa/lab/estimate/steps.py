@@ -1,8 +1,8 @@
-"""The steps of a training one after the other, from the trace of the first, as an allocator sees
-them: launched one by one, or captured into a CUDA graph.
+"""Consecutive steps of a training as seen by an allocator, built from the trace of the first:
+launched eagerly, or captured into a CUDA graph.
 
-Before a capture, steps run on a stream of their own. Then what is cached is given back, and the
-captured step allocates from a private pool, whose segments stay as long as the graph does. See
+Before a capture, steps run on a side stream. Then the cache is emptied, and the captured step
+allocates from a private pool, whose segments live as long as the graph. See
 `nsa.model.train.CapturedStep`.
 """
 
@@ -13,9 +13,9 @@ from itertools import count
 from nsa.lab.estimate.trace import Trace, steady
 from nsa.lab.measure.allocations import Stream
 
-STEPS = 3  # after which further ones leave the allocator as they found it
+STEPS = 3  # further steps do not change the allocator state
 SIDE = 1  # the number of the stream of a captured step, and of its pool
-WORKSPACE = 32 * 2**20  # of cuBLAS, the largest; each is a block of its own
+WORKSPACE = 32 * 2**20  # bytes of cuBLAS's largest workspace; each is a separate block
 Home = tuple[int, int]  # a stream and a pool, 0 is the default
 
 
@@ -24,8 +24,8 @@ class Run:
     """A training's allocations and frees, for `reserved.replay`."""
 
     stream: Stream = field(default_factory=Stream)
-    homes: list[Home] = field(default_factory=list)  # of each event
-    emptied: int | None = None  # the event before which what is cached is given back
+    homes: list[Home] = field(default_factory=list)  # by event
+    emptied: int | None = None  # the event before which the cache is emptied
 
     def add(self, address: int, size: int, home: Home = (0, 0)) -> None:
         self.stream.alloc(address, size)
@@ -33,14 +33,14 @@ class Run:
 
 
 def run_of(traced: Trace, *, captured: bool = False, resident: int = 0) -> Run:
-    """Steps of the training whose first one is traced; the last is captured, or as those before.
+    """Build the steps of a training from its traced first step; the last is captured if `captured`.
 
-    resident: bytes that libraries take of the allocator, once.
+    resident: bytes that libraries take from the allocator, once.
     """
     first, run, names, fresh = traced.stream, Run(), {}, count(1)
     later, begin = steady(first), first.marks[0][0]
     setup = zip(first.addresses[:begin], first.sizes[:begin], strict=True)
-    gone = {address for address, size in setup if size < 0}  # a model is made on the host
+    gone = {address for address, size in setup if size < 0}  # the model is created on the host
     for begun in range(0, resident, WORKSPACE):
         run.add(next(fresh), min(WORKSPACE, resident - begun), (SIDE * captured, 0))
     turns = [(first, 0)] + [(later, later.marks[0][0])] * STEPS
@@ -50,7 +50,7 @@ def run_of(traced: Trace, *, captured: bool = False, resident: int = 0) -> Run:
         for what, *about in _items(step, start):
             if what == "mark":
                 if phase == "data" and captured and last:
-                    for size in inputs.values():  # the graph reads copies, which stay
+                    for size in inputs.values():  # the graph reads copies, which stay allocated
                         run.add(next(fresh), size)
                     run.emptied = len(run.stream)
                 phase = about[0]
@@ -75,8 +75,8 @@ def run_of(traced: Trace, *, captured: bool = False, resident: int = 0) -> Run:
 
 
 def _items(stream: Stream, start: int) -> Iterator[tuple]:
-    """Events from `start` on, ("event", address, size), and between them ("mark", phase) and
-    ("tag", category, addresses) where they stand."""
+    """Yield events from `start`, ("event", address, size), and in their positions ("mark", phase)
+    and ("tag", category, addresses)."""
     between = [(at, 0, "mark", (phase,)) for at, phase in stream.marks if at >= start]
     between += [(at, 1, "tag", about) for at, *about in stream.tags if at >= start]
     between.sort(key=lambda item: item[:2])

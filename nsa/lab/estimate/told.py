@@ -1,4 +1,4 @@
-"""An estimate in words and tables, for a terminal."""
+"""An estimate as text and tables, for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from nsa.lab.search.candidates import text
 from nsa.lab.training import TrainingSpec
 
 MIB = 2**20
-MOST = 12  # modules that are told
-SMALL = 1e-3  # of the peak
+MOST = 12  # modules listed
+SMALL = 1e-3  # share of the peak
 
 
 def page(spec: TrainingSpec, found: Estimate, fits: Mapping[str, Any] | None = None) -> str:
-    """The peak, whose it is, what the forward saves, how it was found and how far to trust it.
+    """Format the peak, its owners, tensors saved by the forward, the method and its uncertainty.
 
-    fits: {"tokens": Bracket, "batch": Bracket} of `gib` GiB, as `fits["gib"]`.
+    fits: {"tokens": Bracket, "batch": Bracket} for `fits["gib"]` GiB.
     """
     where = f"an {found.gpu}" if found.gpu else "a CPU"
     size = f"T {spec.tokens}, batch {spec.batch}, {spec.precision}"
@@ -37,7 +37,7 @@ def mib(size: float) -> str:
 
 
 def trust(found: Estimate) -> str:
-    """Its uncertainty, and whether the GPU was ever read."""
+    """Describe the uncertainty, and note a GPU that was never calibrated."""
     told = f", ±{found.uncertainty:.1%}" if found.uncertainty >= SMALL else ""
     if found.calibrated:
         return told
@@ -45,7 +45,7 @@ def trust(found: Estimate) -> str:
 
 
 def unknown(found: Estimate) -> list[str]:
-    """Operators that no table knows, with the error that each may cause; small ones in one line."""
+    """Lines on operators in no table, with the possible error of each; small ones in one line."""
     large = {name: n for name, n in found.unknown.items() if n > SMALL * found.allocated}
     told = [f"{name} is in no table; it may hold up to {mib(n)} more" for name, n in large.items()]
     if small := [name for name in found.unknown if name not in large]:
@@ -54,7 +54,7 @@ def unknown(found: Estimate) -> list[str]:
 
 
 def fitting(name: str, bracket: Any) -> str:
-    """The largest that fits, and the least that does not."""
+    """Describe the largest size that fits, and the smallest that does not."""
     word = {"tokens": "T", "batch": "batch"}[name]
     if not bracket.fits:
         return f"no {word}: {word} {bracket.does_not} does not"
@@ -63,7 +63,7 @@ def fitting(name: str, bracket: Any) -> str:
 
 
 def by_phase(found: Estimate) -> list[dict[str, str]]:
-    """A row a category and one of the sums, a column a phase."""
+    """Table with a row per category and one of sums, and a column per phase."""
     phases = list(found.phases)
     known = dict.fromkeys(c for held in found.by_phase_category.values() for c in held)
     rows = []
@@ -75,7 +75,7 @@ def by_phase(found: Estimate) -> list[dict[str, str]]:
 
 
 def _line(names: Sequence[str], sizes: Sequence[int]) -> dict[str, str]:
-    """MiB by name, to the right of columns that are as wide as any of them."""
+    """Format MiB by name, right-aligned in columns of equal width."""
     return {f"{n:>11}": f"{size / MIB:>11,.1f}" for n, size in zip(names, sizes, strict=True)}
 
 

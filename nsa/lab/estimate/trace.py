@@ -1,9 +1,9 @@
-"""One training step with fake tensors: when each storage is born and when it dies, and whose it is.
+"""Trace of a training step with fake tensors: birth, death and owner of each storage.
 
 Nothing is computed. A dispatch mode above FakeTensorMode sees every operator, writes the storages
-of its results into a Stream, and frees them when Python and autograd let go of them, which is when
-they would be freed in a real step. What an operator allocates besides its results, and what is no
-operator of torch's, `operators` knows.
+of its results into a Stream, and frees them when Python and autograd release them, which is when
+they would be freed in a real step. Temporaries of operators, and programs that are not torch
+operators, are handled by `operators`.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from nsa.model.train import Trainer, check_capturable
 
 GRAIN = {"cuda": 512, "cpu": 1}  # an allocator rounds a request up to a multiple
 aten = torch.ops.aten
-# With any dispatch mode on, autograd takes the left one, which has a result of its own, for the
-# right one, which writes into the zeros that the backward has just made.
+# With any dispatch mode on, autograd uses the left operator, which returns a new tensor, instead of
+# the right one, which writes into zeros just made by the backward.
 IN_PLACE = {
     aten.add.Tensor: aten.add_.Tensor,
     aten.scatter_add.default: aten.scatter_add_.default,
@@ -49,31 +49,31 @@ IN_PLACE = {
 
 
 def _caller() -> str:
-    """The innermost function in Python that called the operator, directly or from C++."""
+    """Name of the innermost Python function that called the operator, directly or from C++."""
     frame = sys._getframe(2)
-    while frame.f_code.co_name in ("__torch_dispatch__", "_fn", "inner"):  # torch's around it
+    while frame.f_code.co_name in ("__torch_dispatch__", "_fn", "inner"):  # torch's wrappers
         frame = frame.f_back
     return frame.f_code.co_name
 
 
 def _owned(tensor: Tensor) -> bool:
-    """Whether nobody else holds its storage; here the fake tensor's own two references count."""
+    """Return True if nothing else holds the storage: the fake tensor itself has two references."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
 
 
 @dataclass
 class Trace:
-    """A step's stream, in which no address is used twice, and whose each one is."""
+    """A step's stream, in which no address is used twice, and the owner of each address."""
 
     stream: Stream = field(default_factory=Stream)
-    where: dict[int, str] = field(default_factory=dict)  # each one's module
-    streams: dict[int, int] = field(default_factory=dict)  # number of an address's, unless 0
+    where: dict[int, str] = field(default_factory=dict)  # module by address
+    streams: dict[int, int] = field(default_factory=dict)  # stream number by address, unless 0
     unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     operators: int = 0
 
 
 class Tracker(TorchDispatchMode):
-    """Writes a Trace; an observer of the Trainer, for the phases, and hooks of its modules."""
+    """Writes a Trace; also an observer of the Trainer, for phases, and hooks of its modules."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind is not FakeTensor for kind in types):
-            return NotImplemented  # of sharded tensors, whose parts come by themselves
+            return NotImplemented  # for sharded tensors; their local parts are dispatched
         kwargs = kwargs or {}
         self.trace.operators += 1
         if func in IN_PLACE:
@@ -110,10 +110,10 @@ class Tracker(TorchDispatchMode):
         return out
 
     def _in_place(self, func, args):
-        """What C++ calls where no mode is on and no tensor is of a subclass."""
+        """Return the operator that C++ calls without modes and tensor subclasses."""
         if func is aten.add.Tensor:
             caller = _caller()
-            # A gradient is added to that of another use, and a mask to the scores.
+            # Gradients of several uses are summed, and a mask is added to the scores.
             summed = caller == "_engine_run_backward" and _owned(args[0])
             if summed or caller == "scaled_dot_product_attention":
                 return aten.add_.Tensor
@@ -122,10 +122,10 @@ class Tracker(TorchDispatchMode):
         return func
 
     def _name_as(self, first: Any, out: Any) -> None:
-        """What the optimizer makes of a parameter, of its gradient or its state is its own."""
+        """Assign results that the optimizer computes from a tensor to that tensor's module."""
         if not (isinstance(first, list) and isinstance(out, list)):
             first, out = [first], [out]
-        for x, made in zip(first, out, strict=False):  # an operator may make less
+        for x, made in zip(first, out, strict=False):  # an operator may return fewer
             if isinstance(x, Tensor) and isinstance(made, Tensor):
                 name = self.trace.where.get(self._addresses.get(x.untyped_storage()._cdata, 0))
                 self._modules = [] if name is None else [name]
@@ -133,7 +133,7 @@ class Tracker(TorchDispatchMode):
                 self._modules = []
 
     def born(self, tensor: Tensor) -> None:
-        """Its storage, if it is new and on the device, is in the stream until it goes."""
+        """Record the storage, if new and on the device, in the stream until it is freed."""
         if not isinstance(tensor, FakeTensor):
             return
         storage = tensor.untyped_storage()
@@ -147,12 +147,12 @@ class Tracker(TorchDispatchMode):
             self._ends[key] = weakref.finalize(storage, self._gone, key, address)
 
     def freed(self, tensor: Tensor) -> None:
-        """Its storage goes now, although somebody holds it."""
+        """Free the storage now, although it is still referenced."""
         if end := self._ends.get(tensor.untyped_storage()._cdata):
             end()
 
     def besides(self, *sizes: int) -> None:
-        """What an operator allocates and frees again, all held at once."""
+        """Record temporaries of an operator, all held at once and then freed."""
         rounded = (round_up(size, self._grain) for size in sizes if size)
         for address in [self._alloc(size) for size in rounded]:
             self.trace.stream.free(address)
@@ -180,7 +180,7 @@ class Tracker(TorchDispatchMode):
         self._named()
 
     def _named(self, attribute: str = "") -> None:
-        """Parameters, or what they have by that name, are their modules'."""
+        """Assign parameters, or their attribute of that name, to their modules."""
         for name, parameter in self._model.named_parameters():
             x = getattr(parameter, attribute) if attribute else parameter
             if x is not None and (address := self._addresses.get(x.untyped_storage()._cdata)):
@@ -203,16 +203,16 @@ class Tracker(TorchDispatchMode):
             self.trace.stream.tag(category, found)
 
 
-# Backends that take queries by chunks, in a loop over a range, and their chunks that are traced.
+# Backends that loop over chunks of queries with range, and the number of chunks traced.
 LOOPS = (span, gather, packed)
 CHUNKS = 6
 
 
 def few(*bounds: int) -> Sequence[int]:
-    """`range`, of which CHUNKS are left: the first two, the last three, and one in the middle.
+    """Replace `range`, keeping CHUNKS items: the first two, the last three, and one in the middle.
 
-    A chunk's tensors grow from chunk to chunk, and no result but what is written in place outlives
-    the next one: so none of those left out holds more than the last.
+    Tensors grow from chunk to chunk, and no result except those written in place outlives the next
+    chunk: so no skipped chunk holds more than the last.
     """
     every = range(*bounds)
     if len(every) <= CHUNKS:
@@ -222,15 +222,15 @@ def few(*bounds: int) -> Sequence[int]:
 
 
 def newest(blocks: Tensor, t: int, size: int) -> range:
-    """As many of them as `sequential` selects for token t: which ones has no value here, but as all
-    differ and the token's own is among them, the bytes are the same."""
+    """Return as many blocks as `sequential` selects for token t. Their indices are unknown in a
+    trace, but since all differ and include the token's own, the bytes are the same."""
     own = t // size
     return range(max(0, own + 1 - blocks.shape[0]), own + 1)
 
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Backends' loops without values, and not longer than need be."""
+    """Patch the backends' loops to work without values and with few chunks."""
     with contextlib.ExitStack() as held:
         for module in LOOPS:
             held.enter_context(mock.patch.object(module, "range", few, create=True))
@@ -245,14 +245,14 @@ def trace(
     ddp: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> Trace:
-    """The first step of that training, on rank 0 and launched one by one; see `steady`.
+    """Trace the first step of that training, on rank 0, launched eagerly; see `steady`.
 
-    gpu: the one that is pretended, for a spec on "cuda". ddp: options of DDP, as Parallel has
-    them. changes: of the spec's TrainConfig.
+    gpu: the pretended GPU, for a spec on "cuda". ddp: DDP options as in Parallel. changes:
+    overrides of the spec's TrainConfig.
     """
     eager = {"seed": None, "compile": False, "cuda_graph": False}
     if spec.device == "cpu":
-        eager["nonfinite"] = None  # the host looks at the norm, which has no value here
+        eager["nonfinite"] = None  # the host reads the norm, which has no value here
     train = spec.training(**changes | eager)
     with contextlib.ExitStack() as held:
         if spec.device == "cuda":
@@ -265,9 +265,9 @@ def trace(
         device = DEVICE if spec.device == "cuda" else torch.device("cpu")
         with device:
             model = LanguageModel(spec.config())
-        if spec.device == "cpu":  # where the host would look whether fp16's gradients overflow
+        if spec.device == "cpu":  # the host would check fp16 gradients for overflow
             held.enter_context(mock.patch.object(GradScaler, "_maybe_opt_step", _taken))
-        # Where it is already; a fake parameter cannot be swapped for itself.
+        # The model is already there; a fake parameter cannot be swapped for itself.
         with mock.patch.object(nn.Module, "to", lambda module, *_: module):
             place = ranks.place_of(spec, str(device), **ddp)
             if spec.cuda_graph:
@@ -279,7 +279,7 @@ def trace(
         trainer.model.train()
         trainer.step(0)
         tracker.tag()
-        # What dies from here on is no event of the step.
+        # Later frees are not events of the step.
         found, tracker.trace = tracker.trace, Trace()
     return found
 
@@ -289,15 +289,15 @@ def _taken(scaler: GradScaler, optimizer: torch.optim.Optimizer, *_: Any) -> Non
 
 
 def steady(stream: Stream) -> Stream:
-    """The stream of a later step, from that of the first: what that left behind is there before.
+    """Convert the stream of the first step to that of a later one: blocks it leaves exist before.
 
-    AdamW makes its state in the first step; in later ones it is held from the start.
+    AdamW creates its state in the first step; in later ones it is held from the start.
     """
     first = stream.marks[0][0]
     freed = {a for a, size in zip(stream.addresses, stream.sizes, strict=True) if size < 0}
     before: list[tuple[int, int]] = []
     events: list[tuple[int, int]] = []
-    moved = []  # events before each position that went to the front
+    moved = []  # index in `events` for each position
     for at, (address, size) in enumerate(zip(stream.addresses, stream.sizes, strict=True)):
         moved.append(len(events))
         early = at < first or (size >= 0 and address not in freed)

@@ -1,4 +1,4 @@
-"""The accuracy rule: an implementation may stray twice as far from the truth as plain torch."""
+"""The accuracy rule: an implementation may have at most twice the error of plain torch."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class AccuracyError(Exception):
-    """An implementation is not accurate; the message says where and by how much."""
+    """An implementation is inaccurate; the message gives the place and the error."""
 
 
 @dataclass(frozen=True)
 class Error:
-    """The worst element's error and what was allowed, both relative to the largest exact value."""
+    """The worst element's error and its limit, both relative to the largest exact value."""
 
     name: str
     worst: float
@@ -29,16 +29,16 @@ def hold(
     slack: float = 2.0,
     magnitude: float = 0.0,
 ) -> Error:
-    """Holds `got` to the rule in its worst and its mean error; AccuracyError where it breaks it.
+    """Check the worst and the mean error of `got` against the rule; AccuracyError if violated.
 
-    same_dtype: the definition evaluated in `dtype` by plain torch, whose error is the measuring
-    stick; exact: it in fp64. A quarter of the dtype's epsilon, relative to the largest (or mean)
-    exact value, comes on top, and four fp32 epsilons of the largest value or of `magnitude`, the
-    size of terms that cancel on the way: statistics are fp32 in every dtype. A result that is
-    exactly 0 because its terms cancel is held to four of the dtype's epsilons of `magnitude`.
+    same_dtype: the definition evaluated in `dtype` by plain torch, whose error is the reference;
+    exact: the definition in fp64. Added to the limit are a quarter of the dtype's epsilon, relative
+    to the largest (or mean) exact value, and four fp32 epsilons of the largest value or of
+    `magnitude`, the size of intermediate terms that cancel: statistics are fp32 in every dtype. For
+    a result exactly 0 by cancellation the limit is four of the dtype's epsilons of `magnitude`.
 
-    One draw of roundings against another: of 15,840 tensors in bf16 at T 33 and DV 256, 2 missed
-    it, with 2.35 times torch's error, a twentieth of an epsilon of the call's largest gradient.
+    Rounding is random on both sides: of 15,840 tensors in bf16 at T 33 and DV 256, 2 failed, with
+    2.35 times torch's error, a twentieth of an epsilon of the call's largest gradient.
     """
     got, same_dtype, exact = (x.detach() for x in (got, same_dtype, exact))
     magnitude = float(magnitude)

@@ -1,4 +1,4 @@
-"""What a training step holds, from shapes alone, a term for each tensor: no fitted number."""
+"""Memory of a training step computed from shapes alone, one term per tensor, nothing fitted."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
 
 FP32 = 4
-# Whose tensors are known here; a backend of another name is taken for one that keeps the least.
+# Backends whose tensors are modelled; any other name is treated as one that keeps the least.
 MODELLED = ("triton", "flash", "flex", "packed", "gather", "sdpa", "masked", "sequential")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes that a step holds at every T, whatever its backend does."""
+    """Bytes held by a step at every T, independent of its backend."""
 
     weights: int
     gradients: int
@@ -24,13 +24,13 @@ class Prediction:
 
     @property
     def fixed(self) -> int:
-        """What the optimizer's phase holds at least."""
+        """Bytes held at least during the optimizer phase."""
         return self.weights + self.gradients + self.optimizer_state
 
 
 def predict(config: ModelConfig) -> Prediction:
-    """Exact, with fp32 weights: 4 bytes a parameter for the weight, 4 for its gradient, 8 for
-    AdamW's moments, and 4 for each parameter tensor's step count."""
+    """Return the exact sizes for fp32 weights: per parameter 4 bytes for the weight, 4 for its
+    gradient, 8 for AdamW's moments; and 4 for each parameter tensor's step count."""
     with torch.device("meta"):
         parameters = list(LanguageModel(config).parameters())
     weights = FP32 * sum(p.numel() for p in parameters)
@@ -39,10 +39,10 @@ def predict(config: ModelConfig) -> Prediction:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes kept by all layers and the head."""
+    """Bytes kept for the backward by all layers and the head."""
 
-    casts: int  # the weights in bf16, which autocast makes once a forward and the backward uses
-    residual: int  # the residual stream, and what norms read and make
+    casts: int  # bf16 weights, made by autocast once per forward and reused by the backward
+    residual: int  # the residual stream, and inputs and outputs of norms
     mlp: int  # gate, silu, up and their product
     attention: int
     head: int  # logits and their log-softmax, fp32
@@ -50,7 +50,7 @@ class Activations:
 
     @property
     def linear(self) -> int:
-        """What grows with T."""
+        """Bytes that grow with T."""
         return self.residual + self.mlp + self.attention + self.head
 
     @property
@@ -61,9 +61,9 @@ class Activations:
 def predicted_peak(
     config: ModelConfig, tokens: int, batch: int = 1, dtype: str = "fp32", backend: str = ""
 ) -> int:
-    """Bytes of a step at its peak, but for temporaries: the larger of two moments.
+    """Bytes at the peak of a step, excluding temporaries: the larger of two points in time.
 
-    When the forward ends: weights, AdamW's moments and activations. When the optimizer runs:
+    At the end of the forward: weights, AdamW's moments and activations. In the optimizer:
     weights, gradients and moments.
     """
     state = predict(config)
@@ -76,10 +76,10 @@ def activations(
 ) -> Activations:
     """Bytes that a forward without checkpointing keeps for the backward.
 
-    dtype "bf16" is autocast: the residual stream and what norms read stay fp32. `backend` replaces
-    the config's. Left out: masks of one byte shared by all heads, what phi keeps, and a second copy
-    of the input that a norm keeps where torch has no fused one. The tests hold it to 15 % of what
-    is measured. ValueError for an unknown backend and for "auto", which is no one program.
+    dtype "bf16" is autocast: the residual stream and inputs of norms stay fp32. `backend` overrides
+    the config's. Excluded: masks of one byte shared by all heads, tensors kept by phi, and a second
+    copy of a norm's input where torch has no fused norm. The tests require agreement within 15 % of
+    measurements. ValueError for an unknown backend and for "auto", which is not a single program.
     """
     name = get(check_name(backend or config.backend)).name
     size = FP32 if dtype == "fp32" else 2
@@ -98,7 +98,7 @@ def activations(
 
 
 def _attention(config: ModelConfig, backend: str, size: int) -> int:
-    """Bytes a token: q, three k and v, each branch's o and their sum, gates and statistics."""
+    """Bytes per token: q, three k and v, each branch's o and their sum, gates and statistics."""
     queries = config.heads * config.head_dim
     outputs = config.heads * config.value_size
     projections = 1 if config.shared_kv else 3
@@ -115,7 +115,7 @@ def _attention(config: ModelConfig, backend: str, size: int) -> int:
 
 
 def _squares(config: ModelConfig, backend: str, tokens: int, size: int) -> int:
-    """Bytes a layer and sequence."""
+    """Bytes per layer and sequence that grow with T x T."""
     compressed = count_compressed(tokens, config.nsa)
     if backend == "masked":
         # fp32 probabilities for every head, a copy to multiply the values with, and masks
@@ -131,7 +131,7 @@ def _squares(config: ModelConfig, backend: str, tokens: int, size: int) -> int:
 
 
 def one_token_at_a_time(config: ModelConfig, tokens: int) -> int:
-    """Bytes that `sequential` keeps of a sequence in a layer: fp32 copies of the keys and values in
+    """Bytes kept by `sequential` per sequence and layer: fp32 copies of the keys and values in
     each token's blocks, and all its probabilities."""
     nsa, width = config.nsa, config.kv_heads * (config.head_dim + config.value_size)
     window = sum(min(nsa.window, t + 1) for t in range(tokens))

@@ -1,6 +1,6 @@
-"""From allocations and frees to peaks by phase and by category. No device, no torch.
+"""Compute peaks by phase and by category from allocations and frees. No device, no torch.
 
-Addresses are reused all the time, so a stream is first turned into blocks, each with a size, a
+Addresses are constantly reused, so a stream is first turned into blocks, each with a size, a
 birth and a death; categories belong to blocks. Snapshots of torch.cuda.memory are plain lists and
 dicts, so reading them needs no GPU either.
 """
@@ -17,19 +17,19 @@ CATEGORIES = (
     "parameters",
     "gradients",
     "optimizer_state",
-    "inputs",  # allocated while the data came, alive when that ended
-    "activations",  # allocated during the forward, alive when it ended
+    "inputs",  # allocated in the data phase, alive at its end
+    "activations",  # allocated in the forward, alive at its end
     "temporaries",  # the rest of what was allocated
-    "resident",  # alive before, and none of the first three: caches, workspaces
+    "resident",  # alive before, and none of the first three, such as caches, workspaces
 )
 _KEPT = {"data": "inputs", "forward": "activations"}
 FREE = -1  # in a Stream, in place of a size
 
 
 class Stream:
-    """What an allocator did, in order, with marks where a phase starts and tags for known blocks.
+    """Events of an allocator, in order, with marks where a phase starts and tags for known blocks.
 
-    16 bytes an event. Everything before the first mark is there when the recording starts.
+    16 bytes per event. Blocks before the first mark exist when the recording starts.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,11 @@ class Stream:
         self.alloc(address, FREE)
 
     def mark(self, phase: str) -> None:
-        """The phase starts here; "end" belongs to none. A phase may come more than once."""
+        """Mark the start of a phase; "end" starts none. A phase may occur more than once."""
         self.marks.append((len(self), phase))
 
     def tag(self, category: str, addresses: Iterable[int]) -> None:
-        """The blocks that now live at these addresses are of that category, from their birth on."""
+        """Assign the blocks now alive at these addresses to that category for their lifetime."""
         if category not in CATEGORIES:
             raise ValueError(f"no category {category!r}; there are {', '.join(CATEGORIES)}")
         self.tags.append((len(self), category, frozenset(addresses)))
@@ -61,9 +61,9 @@ class Stream:
 
 @dataclass
 class Lifetimes:
-    """The blocks of a stream: bytes, births and deaths as numbers of events (one more than there
-    are: never freed), all [N] int64, `categories` as indices into CATEGORIES; and the phases, each
-    with its first event and the one behind its last."""
+    """The blocks of a stream: bytes, births and deaths as event indices (number of events + 1:
+    never freed), all [N] int64, `categories` as indices into CATEGORIES; and the phases, each
+    with its first event and the one after its last."""
 
     sizes: np.ndarray
     born: np.ndarray
@@ -75,7 +75,7 @@ class Lifetimes:
     lost_bytes: int
 
     def alive(self, at: int) -> np.ndarray:
-        """[N] bool: what is held after `at` events."""
+        """[N] bool: blocks held after `at` events."""
         return (self.born < at) & (self.died > at)
 
     def held(self, at: int) -> dict[str, int]:
@@ -86,7 +86,7 @@ class Lifetimes:
         return found
 
     def level(self, category: str | None = None) -> np.ndarray:
-        """Bytes held after 0, 1, ... events [events + 1], of one category or of all."""
+        """Bytes held after 0, 1, ... events, [events + 1], for one category or all."""
         chosen = np.full(len(self.sizes), True)
         if category is not None:
             chosen = self.categories == CATEGORIES.index(category)
@@ -97,7 +97,7 @@ class Lifetimes:
         return np.cumsum(deltas)
 
     def peaks(self) -> dict[str, int]:
-        """The number of events after which each phase holds most."""
+        """Number of events after which each phase holds the most bytes."""
         total, found = self.level(), {}
         for phase, start, end in self.spans:
             at = start + int(np.argmax(total[start : end + 1]))
@@ -107,7 +107,7 @@ class Lifetimes:
 
 
 def lifetimes(stream: Stream) -> Lifetimes:
-    """The stream's blocks. ValueError for a stream without a phase."""
+    """Return the stream's blocks. ValueError for a stream without a phase."""
     borders = pairwise([*stream.marks, (len(stream), "end")])
     spans = [(phase, start, end) for (start, phase), (end, _) in borders if phase != "end"]
     if not spans:
@@ -118,12 +118,12 @@ def lifetimes(stream: Stream) -> Lifetimes:
 
 
 def replay(stream: Stream) -> dict:
-    """Bytes at the peak over all phases and at each phase's own, whose they were then, and the most
-    that each category `held`: {"peak", "phases", "by_category", "by_phase_category", "held",
-    "cross_check"}. A phase's peak includes what was alive when it started.
+    """Return bytes at the overall peak and at each phase's peak, both by category, and the maximum
+    `held` by each category: {"peak", "phases", "by_category", "by_phase_category", "held",
+    "cross_check"}. A phase's peak includes blocks alive at its start.
 
-    Checked are "unknown_frees", of addresses never allocated, and "lost_bytes", of blocks whose
-    free had to be inferred from their address being given out again: 0 for a stream that is whole.
+    "cross_check" has "unknown_frees", of addresses never allocated, and "lost_bytes", of blocks
+    whose free had to be inferred from reuse of their address: 0 for a complete stream.
 
     ValueError for a stream without a phase.
     """
@@ -150,10 +150,10 @@ def replay(stream: Stream) -> dict:
 
 
 def timeline(stream: Stream, most: int = 1200) -> dict:
-    """What a picture of one step needs: {"events": numbers of allocator events, "phases": [name,
-    event at which it starts], "mib": {category: values at those events}}, categories that hold
-    nothing left out. Of more than `most` events those are kept at which each stretch of them holds
-    most, so the peak is there."""
+    """Return the data for a plot of one step: {"events": allocator event indices, "phases": [name,
+    event at which it starts], "mib": {category: values at those events}}, without empty
+    categories. More than `most` events are downsampled to the maximum of each interval, so the
+    peak is kept."""
     lives = lifetimes(stream)
     total, start, end = lives.level(), lives.spans[0][1], lives.spans[-1][2]
     size = max(1, -(-(end - start + 1) // most))
@@ -214,7 +214,7 @@ ROUNDING = 512  # bytes; the caching allocator's smallest block
 
 
 def blocks_of(snapshot: dict, device: int) -> dict[int, int]:
-    """Address and bytes of every block in use, as torch.cuda.memory_allocated counts them."""
+    """Address and bytes of every block in use, as counted by torch.cuda.memory_allocated."""
     found = {}
     for segment in snapshot["segments"]:
         if segment["device"] != device:
@@ -228,14 +228,14 @@ def blocks_of(snapshot: dict, device: int) -> dict[int, int]:
 
 
 def add_history(stream: Stream, snapshot: dict, device: int, most: int) -> str:
-    """Adds the allocations and frees of a snapshot's trace, with sizes as the statistics count
-    them; the reason why it does not, a trace of `most` entries, or "".
+    """Add the allocations and frees of a snapshot's trace, with sizes as counted by the
+    statistics. Return "", or the reason for adding none: a trace of `most` entries.
 
-    A trace tells what was asked for. A block may be larger: rounded up to 512 bytes, or by up to
-    1 MiB where the allocator found no use for the rest. Blocks still alive have their true size;
-    for those that came and went only the rounding is known.
+    A trace records requested sizes. A block may be larger: rounded up to 512 bytes, or by up to
+    1 MiB if the allocator did not split off the remainder. Blocks still alive have their true
+    size; for blocks already freed only the rounding is known.
 
-    A block counts as freed when that is requested, as in torch.cuda.memory_allocated, although
+    A block counts as freed when the free is requested, as in torch.cuda.memory_allocated, although
     another stream may still hold it.
     """
     traces = snapshot["device_traces"]

@@ -1,4 +1,4 @@
-"""Who allocated what is held: a profile's memory by the module and operator that asked for it."""
+"""Attribute the memory in a profile to the module and operator that allocated it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -9,33 +9,32 @@ import torch
 MIB = 2**20
 BACKWARD = "autograd::engine::evaluate_function: "  # before a node's name
 BACKWARD_SCOPE = torch._C._profiler.RecordScope.BACKWARD_FUNCTION
-LINE = "line "  # before a line of the user's: the range around a call of torch's
-BORDER = "border "  # and its number: where a phase begins, in the profile of a whole step
-CALLED = " called by "  # between a module and the line that called it, where lines are looked at
-ROOT = "model"  # the range of the module that has no name of its own
+LINE = "line "  # prefix of a line of user code: the range around a torch call
+BORDER = "border "  # prefix of a number: start of a phase, in the profile of a whole step
+CALLED = " called by "  # between a module and the line that called it, if lines are recorded
+ROOT = "model"  # the range of the root module, whose name is empty
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """An allocation of `size` bytes, or with -1 a free, at `time` in ns, as `phase` ran."""
+    """An allocation of `size` bytes, or a free if -1, at `time` in ns, during `phase`."""
 
     time: int
     address: int
     size: int
-    where: str = ""  # the innermost module, or "" outside all
-    operator: str = ""  # the outermost that was called there
+    where: str = ""  # the innermost module, or "" outside all modules
+    operator: str = ""  # the outermost operator called there
     phase: str = ""
-    line: str = ""  # of the user's that called it, where `Lines` looked on; see `read`
-    maker: str = ""  # in a backward the module whose forward made the node that runs
+    line: str = ""  # user code line of the call, if `Lines` was on; see `read`
+    maker: str = ""  # in a backward: module whose forward created the running node
 
 
 def read(tree: Iterable[Any], device: str) -> list[Allocation]:
-    """The allocations and frees on that kind of device, in order: out of the event tree of a
-    profile with profile_memory=True, whose named ranges are those of observers.trace and of
-    measure.lines.
+    """Return the allocations and frees on that device type, in order, from the event tree of a
+    profile with profile_memory=True and the named ranges of observers.trace and measure.lines.
 
-    What a node of autograd allocates has the module and the line of the forward that made it, but
-    for lines of its own.
+    Allocations of an autograd node get the module and the line of the forward that created it,
+    unless the node has lines of its own.
     """
     kinds, scope = torch._C._profiler._EventType, torch._C._profiler.RecordScope.USER_SCOPE
     made: dict[int, tuple[str, str]] = {}  # module and line, by the numbers of nodes
@@ -43,7 +42,7 @@ def read(tree: Iterable[Any], device: str) -> list[Allocation]:
     phases: list[tuple[int, str]] = []
 
     def visit(event: Any, at: _Place) -> _Place:
-        """Where the event's children are."""
+        """Return the place of the event's children."""
         about = event.extra_fields
         if event.tag == kinds.Allocation:
             if about.device.type == device and about.alloc_size:
@@ -56,14 +55,14 @@ def read(tree: Iterable[Any], device: str) -> list[Allocation]:
             phases.append((event.start_time_ns, event.name.removeprefix(BORDER)))
         elif event.name.startswith(LINE):
             line = event.name.removeprefix(LINE)
-            if at.node in made and not made[at.node][1]:  # of a Function of the user's own
+            if at.node in made and not made[at.node][1]:  # a user-defined Function
                 made[at.node] = made[at.node][0], line
             return replace(at, line=line)
         elif about.scope == scope:
             name, called, line = event.name.partition(CALLED)
             if called:
                 return replace(at, where=name, operator="", line=line)
-            # else a range of torch's own, or of the program's
+            # else a range of torch or of the program
             return replace(at, operator=at.operator or name)
         elif event.name.startswith(BACKWARD):
             number = about.sequence_number
@@ -91,18 +90,18 @@ def read(tree: Iterable[Any], device: str) -> list[Allocation]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in the tree an event is."""
+    """Place of an event in the tree."""
 
     where: str = ""
     operator: str = ""
     line: str = ""
     maker: str = ""
-    node: int = -1  # the number of the node that is being made; below -1 of a recomputed one
-    inside: bool = False  # a node that runs
+    node: int = -1  # sequence number of the node being created; below -1 if recomputed
+    inside: bool = False  # inside a running node
 
 
 def _with_phases(found: list[Allocation], phases: list[tuple[int, str]]) -> Iterator[Allocation]:
-    """By time: a GPU's backward runs in a thread of its own, outside of the range."""
+    """Assign phases by time: a GPU backward runs in its own thread, outside the range."""
     at, phase = 0, ""
     for a in found:
         while at < len(phases) and phases[at][0] <= a.time:

@@ -1,4 +1,4 @@
-"""Tensors to measure attention with, and how much neighbouring queries' selections share."""
+"""Input tensors for attention benchmarks, and the overlap of neighbouring queries' selections."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,14 +15,14 @@ from nsa.reference.attend import attention_probs
 from nsa.reference.nsa import BRANCHES, compressed_visible
 from nsa.reference.select import select
 
-COEFFICIENT = 0.98  # of correlated queries: neighbours share most blocks, as in trained models
-CHUNK = 256  # tokens of an AR(1) process that one matrix product makes
+COEFFICIENT = 0.98  # AR(1), "correlated": neighbours share most blocks, as in trained models
+CHUNK = 256  # tokens of an AR(1) process per matrix product
 ELEMENTS = 1 << 24  # slots or scores held at once
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tensors of one call, leaves of autograd, and dO; k and v as one or as one a branch."""
+    """Inputs of one call, as autograd leaves, and dO; k and v are shared or one per branch."""
 
     shape: Shape
     q: Tensor  # [B, T, HQ, D]
@@ -32,16 +32,16 @@ class Drawn:
     do: Tensor  # [B, T, HQ, DV]
 
     def leaves(self) -> dict[str, Tensor]:
-        """Every input by name: q, k or k_cmp and so on, v likewise, gates."""
+        """Return all inputs by name: q, k or k_cmp and so on, v likewise, gates."""
         found = {"q": self.q}
         for name, x in (("k", self.k), ("v", self.v)):
             found |= {name: x} if isinstance(x, Tensor) else {f"{name}_{b}": x[b] for b in x}
         return found | {"gates": self.gates}
 
     def fresh(self) -> "Drawn":
-        """The same memory as leaves that no graph has seen.
+        """Return new leaves, part of no graph yet, over the same memory.
 
-        A leaf's AccumulateGrad node belongs to the stream of the first forward that met the leaf,
+        A leaf's AccumulateGrad node belongs to the stream of the first forward that used the leaf,
         and a backward under capture must not wait for another stream.
         """
 
@@ -54,7 +54,7 @@ class Drawn:
         return replace(self, **tensors)
 
     def fingerprint(self) -> list[Tensor]:
-        """Sums of every tensor's bits over features and over tokens: equal while none changes."""
+        """Sums of every tensor's bits over features and over tokens: equal if no tensor changed."""
         found = []
         for x in (*self.leaves().values(), self.do):
             bits = x.detach().view(torch.int16 if x.element_size() == 2 else torch.int32)
@@ -62,13 +62,13 @@ class Drawn:
         return found
 
     def by_branch(self, name: str) -> dict[str, Tensor]:
-        """k or v as a mapping, whether shared or not."""
+        """Return k or v as a mapping by branch, even if shared."""
         x = getattr(self, name)
         return dict.fromkeys(BRANCHES, x) if isinstance(x, Tensor) else dict(x)
 
 
 def draw(shape: Shape, device: str | torch.device = "cpu") -> Drawn:
-    """Unit variance everywhere; gates uniform in 0..1. The same shape and device, the same tensors.
+    """Draw inputs of unit variance, gates uniform in 0..1; deterministic for a shape and device.
 
     Queries are white ("random") or an AR(1) process over tokens with COEFFICIENT ("correlated");
     keys, values and dO are white.
@@ -102,9 +102,9 @@ def autoregressive(
     generator: torch.Generator,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """[B, T, F]: x[t] = a x[t-1] + sqrt(1 - a^2) e[t], stationary from t = 0 on, variance 1.
+    """Draw [B, T, F]: x[t] = a x[t-1] + sqrt(1 - a^2) e[t], stationary from t = 0, variance 1.
 
-    Made CHUNK tokens at a time by one product with the process's response, in fp32.
+    Computed CHUNK tokens at a time by one product with the process's response, in fp32.
     """
     batch, tokens, features = size
     device = generator.device
@@ -124,10 +124,10 @@ def autoregressive(
 
 
 def mean_union(blocks: Tensor, neighbours: int) -> float:
-    """How many distinct blocks `neighbours` tokens in a row select between them, on average.
+    """Mean number of distinct blocks selected by `neighbours` consecutive tokens together.
 
-    blocks [B, T, HKV, n], -1 for an empty slot; a rest of T that fills no tile is left out.
-    ValueError where T has no whole tile.
+    blocks [B, T, HKV, n], -1 for an empty slot; an incomplete tile at the end of T is ignored.
+    ValueError if T has no complete tile.
     """
     batch, tokens, kv_heads, slots = blocks.shape
     tiles = tokens // neighbours
@@ -139,15 +139,15 @@ def mean_union(blocks: Tensor, neighbours: int) -> float:
         rows = blocks[:, first * neighbours : min(first + step, tiles) * neighbours]
         tile = rows.unflatten(1, (-1, neighbours)).transpose(2, 3).flatten(3)  # [B, tiles, HKV, *]
         tile = tile.sort(dim=-1).values
-        # a step up leads to another block; where no slot is empty, the first is reached by none
+        # each increase is a new block; if no slot is empty, the first block adds one
         total += (tile.diff(dim=-1) > 0).sum() + (tile[..., 0] >= 0).sum()
     return float(total) / (batch * kv_heads * tiles)
 
 
 def importance_at(q_rows: Tensor, k_cmp: Tensor, rows: Tensor, tokens: int, config: NSAConfig):
-    """[B, R, HKV, NB]: Eq. 9 for the queries q_rows [B, R, HQ, D] at positions rows [R].
+    """Return [B, R, HKV, NB]: Eq. 9 for queries q_rows [B, R, HQ, D] at positions rows [R].
 
-    In the dtype of the inputs, fp32 at least, as plain torch makes it; a bounded number of scores
+    Computed by plain torch in the dtype of the inputs, at least fp32; a bounded number of scores
     is held at once.
     """
     count = count_selectable(tokens, config)
@@ -162,7 +162,7 @@ def importance_at(q_rows: Tensor, k_cmp: Tensor, rows: Tensor, tokens: int, conf
 
 
 def select_at(importance: Tensor, rows: Tensor, config: NSAConfig) -> Tensor:
-    """Eq. 11 for importance [B, R, HKV, NB] of queries at ascending positions rows [R]."""
+    """Compute Eq. 11 for importance [B, R, HKV, NB] of queries at ascending positions rows [R]."""
     breaks = (rows.diff() != 1).nonzero().flatten() + 1
     parts = [
         select(importance[:, first:last], config, first_position=int(rows[first]))

@@ -1,4 +1,4 @@
-"""Who holds a step's memory: each block by category, module, phase and line of source."""
+"""Attribution of a step's memory: each block by category, module, phase and source line."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from nsa.lab.measure.recorders import Recorder, live_cpu_storages, live_tensors,
 from nsa.lab.oracles.steps import anywhere
 from whyhung.verdict.frames import is_code
 
-ENOUGH = 0.95  # of the peak, told by line
+ENOUGH = 0.95  # share of the peak attributed by line
 
 
 class Attributing(Recorder):
-    """Records as `CpuRecorder` and `CudaRecorder` do, and of each allocation who made it.
+    """Records like `CpuRecorder` and `CudaRecorder`, and also the owner of each allocation.
 
-    Both devices report to torch's profiler, which also numbers the nodes of autograd: so what a
-    backward allocates leads to the forward that made its node. Cost: 3 us a call of torch's, and 55
-    each to read what was seen. The peaks are those without it: see `measure.lines`. lines: False
-    where something was compiled.
+    Both devices report to torch's profiler, which also numbers autograd nodes: so allocations of a
+    backward lead to the forward that created the node. Cost: 3 us per torch call, plus 55 us per
+    call to read the profile. Peaks are the same as without it: see `measure.lines`. lines: False
+    if anything was compiled.
     """
 
     def __init__(self, device: torch.device, parts: Parts, *, lines: bool = True) -> None:
         super().__init__(parts.watched)
         self.device, self.parts, self.lines = device, parts, lines
         self.index = device.index or 0
-        self.owners: dict[int, Owner] = {}  # by the event at which the block was born
-        self.named: dict[int, Owner] = {}  # by address: what was there before
-        self.phases: list[str] = []  # as they began
-        self._tags: list[dict[str, set[int]]] = []  # at each of their beginnings
-        self._watched: set[int] = set()  # addresses of what was there before ...
-        self._gone: list[Allocation] = []  # ... whose end torch does not tell
+        self.owners: dict[int, Owner] = {}  # by the event that allocated the block
+        self.named: dict[int, Owner] = {}  # by address: blocks that existed before
+        self.phases: list[str] = []  # in order
+        self._tags: list[dict[str, set[int]]] = []  # at the start of each phase
+        self._watched: set[int] = set()  # addresses of earlier blocks ...
+        self._gone: list[Allocation] = []  # ... whose frees torch does not report
         self._ends: list[weakref.finalize] = []
 
     def _before(self) -> dict[int, int]:
@@ -81,8 +81,8 @@ class Attributing(Recorder):
         return self
 
     def on_phase(self, name: str, step: int) -> None:
-        """As of all recorders. One profile has them all: a range of somebody's that is open where
-        one profile ends would write into it when the next is on."""
+        """See `Recorder.on_phase`. One profile covers all phases: a foreign range left open at the
+        end of one profile would write into it during the next."""
         if not self.phases:
             self._phase.enter_context(self._recording(name))
         with named_range(f"{BORDER}{len(self.phases)}"):
@@ -93,7 +93,7 @@ class Attributing(Recorder):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        while self._ends:  # they would keep all of this as long as the tensors live
+        while self._ends:  # they would keep this object alive as long as the tensors
             self._ends.pop().detach()
 
     def _ended(self, address: int) -> None:
@@ -101,8 +101,8 @@ class Attributing(Recorder):
         self._gone.append(Allocation(time.time_ns(), address, -1, phase=phase))
 
     def _with_ends(self, found: list[Allocation]) -> Iterator[Allocation]:
-        """The events, and among them the ends of what was there before, if no event tells them: of
-        a block that was allocated before a profile torch does not."""
+        """Yield the events merged with frees of earlier blocks that no event reports: torch does
+        not report frees of blocks allocated before the profile."""
         ended, self._gone = self._gone, []
         of_ours = {id(a) for a in ended}
         for a in sorted([*found, *ended], key=lambda a: a.time):
@@ -112,7 +112,7 @@ class Attributing(Recorder):
                 yield a
 
     def _name_the_rest(self, total: int) -> None:
-        """Large tensors that are no part of the model: who holds them."""
+        """Find the holders of large tensors that are not part of the model."""
         sizes = zip(self.stream.sizes, self.stream.addresses, strict=True)
         unnamed = [(s, a) for s, a in sizes if s > LOOKED_AT * total and a not in self.named]
         large = {address for _, address in heapq.nlargest(MOST_LOOKED_AT, unnamed)}
@@ -131,7 +131,7 @@ class Attributing(Recorder):
     @contextmanager
     def _recording(self, phase: str) -> Iterator[None]:
         with profiled([ProfilerActivity.CPU], profile_memory=True) as seen, ExitStack() as on:
-            torch.autograd._enable_record_function(True)  # a recording nobody ended had it off
+            torch.autograd._enable_record_function(True)  # may have been left off
             if self.lines:
                 on.enter_context(Lines())
             yield
@@ -159,13 +159,13 @@ class Attributing(Recorder):
             self.stream.tag(category, addresses)
 
     def rename(self, before: str, after: str) -> None:
-        """The last phase was no `before`, but an `after`."""
+        """Rename the last phase to `after` if it is `before`."""
         if self.phases[-1] == before:
             self.phases[-1] = after
 
     def fill(self, trace: list[dict[str, Any]]) -> None:
-        """Lines that are missing, from the stacks of a CUDA allocator's history: of compiled code,
-        for one, those that called it. A block is told by its address and turn."""
+        """Fill in missing lines from the stacks of a CUDA allocator's history, for instance the
+        callers of compiled code. A block is identified by its address and its turn there."""
         stacks: dict[int, deque[list[dict[str, Any]]]] = defaultdict(deque)
         for entry in trace:
             if entry["action"] == "alloc":
@@ -177,7 +177,7 @@ class Attributing(Recorder):
                 self.owners[event] = replace(owner, line=line)
 
     def attribution(self) -> Attribution:
-        """What the recorded step held. ValueError where no phase was recorded."""
+        """Return the recorded step's blocks and owners. ValueError if no phase was recorded."""
         lives = lifetimes(self.stream)
         addresses = self.stream.addresses
         owners = [
@@ -188,7 +188,7 @@ class Attributing(Recorder):
 
 
 def _line_of(frames: list[dict[str, Any]]) -> str:
-    """The innermost of a program's own."""
+    """Innermost frame in user code, or ""."""
     for frame in frames:
         file, line, name = frame["filename"], frame["line"], frame["name"]
         if is_code(f"{file}:{line} {name}"):
@@ -206,13 +206,13 @@ class Attribution:
         self.at, self.peak = peaks[self.phase], int(total[peaks[self.phase]])
 
     def around(self, phase: str) -> tuple[int, int] | None:
-        """The numbers of events before the step's last `phase`, and behind it."""
+        """Event counts at the start and the end of the step's last `phase`, or None."""
         spans = [(start, end) for name, start, end in self.lives.spans if name == phase]
         return spans[-1] if spans else None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Who holds the peak: {module, phase, line, operator, category, mib, share, blocks}, the
-        largest first; `phase` in which it was allocated, `operator` where no line is known."""
+        """Owners of the peak: {module, phase, line, operator, category, mib, share, blocks}, the
+        largest first; `phase` is that of the allocation, `operator` is set if no line is known."""
         sums: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
         for block in self.lives.alive(self.at).nonzero()[0].tolist():
             owner, category = self.owners[block], CATEGORIES[self.lives.categories[block]]
@@ -228,8 +228,8 @@ class Attribution:
         ]
 
     def statistics(self, at: int) -> dict[str, int]:
-        """After `at` events, by torch.cuda.memory_stats' names; counted since the step began, but
-        for what is held."""
+        """Statistics after `at` events, named as in torch.cuda.memory_stats; counted since the
+        start of the step, except the held bytes and blocks."""
         lives, first = self.lives, self.lives.spans[0][1]
         alive, born = lives.alive(at), (lives.born >= first) & (lives.born < at)
         level = lives.level()

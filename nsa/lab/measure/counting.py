@@ -1,4 +1,4 @@
-"""Counted while code runs: operations, calls that make the host wait, and what is compiled."""
+"""Counters for running code: operations, calls that block the host, and compilations."""
 
 import re
 import sys
@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa.lab.measure.recorders import profiled
 from nsa.lab.observers.graph import count_nodes
 
-# cudaMemcpyAsync returns at once; where it must not, torch has a cudaStreamSynchronize follow.
+# cudaMemcpyAsync returns at once; where torch must wait, it adds a cudaStreamSynchronize.
 WAITS = re.compile(r"cuda\w+Synchronize|cu(Stream|Ctx|Event)Synchronize|cu(da)?Memcpy[^A]*")
 _RANGE = "nsa.syncs.step"
 
 
 class Count(TorchDispatchMode):
-    """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop.
+    """Counts every operation that reaches the dispatcher; slows a loop by 1.4 to 2 times.
 
     forward, nodes: operations and autograd nodes of the forward, once `forward_ended` was called.
     """
@@ -51,7 +51,7 @@ class Count(TorchDispatchMode):
 
 
 def count_syncs(step: Callable[[], Any], *, warm: int = 2) -> int:
-    """The calls of the CUDA runtime in a step that wait for the device: `step` runs `warm` times
+    """Count the CUDA runtime calls of a step that wait for the device: `step` runs `warm` times
     and once under the profiler. ValueError without a GPU: there is nothing to wait for."""
     if not torch.cuda.is_available():
         raise ValueError("device syncs are a GPU's, and torch sees none here")
@@ -65,7 +65,7 @@ def count_syncs(step: Callable[[], Any], *, warm: int = 2) -> int:
 
 
 def waits_in(events: Iterable[Any]) -> int:
-    """The waiting calls inside the step's range, of a profile's events."""
+    """Count the waiting calls inside the step's range among a profile's events."""
     events = list(events)
     ranges = [e.time_range for e in events if e.name == _RANGE and "CPU" in str(e.device_type)]
     if not ranges:
@@ -77,10 +77,10 @@ def waits_in(events: Iterable[Any]) -> int:
 
 
 class Compilations:
-    """`with Compilations() as seen:`, then `seen.count`, that of this process and its threads:
-    `graphs` of torch.compile and `kernels` of Triton.
+    """Counts compilations in this process and its threads: `graphs` of torch.compile and
+    `kernels` of Triton. Use `with Compilations() as seen:`, then `seen.count`.
 
-    Looks at what is loaded and loads nothing: code that has not imported torch._dynamo or Triton at
+    Inspects loaded modules and imports none: code that has not imported torch._dynamo or Triton by
     the end has compiled nothing with it.
     """
 

@@ -1,4 +1,4 @@
-"""In which dtypes a model, its gradients and its optimizer's state are, and what does not fit."""
+"""Dtypes of a model, its gradients and its optimizer's state, and mismatches among them."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,14 +13,14 @@ from nsa.model import saving
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
 
-NAMED = 3  # tensors that a sentence names
+NAMED = 3  # tensors named in a sentence
 
 
 @dataclass(frozen=True)
 class DtypeReport:
     """`rows`: {part, dtype, tensors, elements, mib} for each part and dtype, the part's most
     elements first; parts are parameters, gradients, optimizer state and buffers. `mismatches`:
-    sentences, none where all is as it should be."""
+    sentences, empty if all dtypes are as expected."""
 
     rows: list[dict[str, Any]]
     mismatches: list[str]
@@ -40,12 +40,12 @@ def dtype_report(
     optimizer: torch.optim.Optimizer | None = None,
     expected: torch.dtype | None = None,
 ) -> DtypeReport:
-    """Of any module. "gradients" are those there are, else "gradients expected" those that a
-    backward would make: one of each trained parameter, in its dtype. Optimizer state is what there
-    is, none before the first step. A tensor that two names share counts once.
+    """Return the dtype report of any module. "gradients" are the existing ones; without any,
+    "gradients expected" are those of a backward: one per trained parameter, in its dtype. Optimizer
+    state is empty before the first step. A tensor with two names counts once.
 
-    Flagged are parameters of several floating dtypes, or of another than `expected`; gradients in
-    another dtype than their parameter's; and an optimizer's moments narrower than fp32.
+    Mismatches are parameters of several floating dtypes, or of another than `expected`; gradients
+    whose dtype differs from their parameter's; and optimizer moments narrower than fp32.
     """
     parameters = dict(model.named_parameters())
     there = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -58,7 +58,7 @@ def dtype_report(
 
 
 def preset_report(config: ModelConfig) -> DtypeReport:
-    """Of a training of that model that has taken a step; nothing is allocated."""
+    """Return the report for a training of that model after one step; nothing is allocated."""
     with torch.device("meta"):
         model = LanguageModel(config)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -70,9 +70,9 @@ def preset_report(config: ModelConfig) -> DtypeReport:
 
 
 def file_report(path: str | Path) -> DtypeReport:
-    """Of a checkpoint: of `nsa train`, or of a folder of those the newest, or any file that torch
-    can load without executing what is in it. Ours are held to their config: fp32 weights, whatever
-    the precision of autocast. Raises ValueError for a file that is something else."""
+    """Return the report of a checkpoint: of `nsa train`, the newest in a folder of those, or any
+    file that torch can load without executing its content. Our checkpoints must match their config:
+    fp32 weights, whatever the precision of autocast. Raises ValueError for any other file."""
     path = Path(path)
     if path.is_dir():
         try:
@@ -82,7 +82,7 @@ def file_report(path: str | Path) -> DtypeReport:
         return checkpoint_report(newest, torch.float32)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises whatever a foreign file leads it to
+    except Exception as error:  # torch may raise anything for a foreign file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{path} is no checkpoint of tensors and plain values ({reason}); "
@@ -96,11 +96,10 @@ def file_report(path: str | Path) -> DtypeReport:
 
 
 def checkpoint_report(content: Any, expected: torch.dtype | None = None) -> DtypeReport:
-    """Of what `torch.load` gave: a state dict, or a mapping with one under "model", "state_dict" or
-    "model_state_dict" and an optimizer's under "optimizer" or "optimizer_state_dict".
-
-    A state dict does not tell buffers from parameters: all its tensors count as parameters, but for
-    integers. Raises ValueError where no tensor is found.
+    """Return the report of a loaded checkpoint: a state dict, or a mapping with one under "model",
+    "state_dict" or "model_state_dict" and an optimizer's under "optimizer" or
+    "optimizer_state_dict". A state dict does not distinguish buffers from parameters: all its
+    tensors count as parameters, except integers. Raises ValueError if no tensor is found.
     """
 
     if not isinstance(content, Mapping):
@@ -158,7 +157,7 @@ def _report(
 
 
 def _identity(x: Tensor) -> Any:
-    """Equal for two names of one tensor, which a state dict makes two tensors of."""
+    """Key that is equal for two names of one tensor, which are two tensors in a state dict."""
     if type(x) in (Tensor, nn.Parameter) and not x.is_meta and x.numel():
         return x.data_ptr(), x.shape, x.dtype
     return id(x)
@@ -191,7 +190,7 @@ def _mismatches(
             f"the gradient of {_listed(unlike)} is {_name(gradients[first].dtype)} and the "
             f"parameter {_name(parameters[first].dtype)}"
         )
-    # a step's count may be of any kind; what has a shape are moments
+    # a step count may have any dtype; tensors with a shape are moments
     moments = {n: x for n, x in states.items() if x.dim() and x.is_floating_point()}
     narrow = [n for n, x in moments.items() if torch.finfo(x.dtype).bits < 32]
     if narrow:
@@ -202,7 +201,7 @@ def _mismatches(
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Every tensor in nested mappings and lists, by the path to it."""
+    """Return every tensor in nested mappings and lists, by its path."""
     if isinstance(values, Tensor):
         return {prefix.rstrip("."): values}
     inner: Iterable[tuple[Any, Any]] = ()

@@ -1,4 +1,4 @@
-"""What a profile says of a step's kernels: which took longest, and when the device had none."""
+"""Kernels of a profiled step: the longest ones, and the gaps in which the device was idle."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,26 +10,26 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa.lab.measure.counting import WAITS
 
-TOP, LETTERS = 20, 80  # names that a profile tells, and how much of each
-LAUNCHES = ("LaunchKernel", "GraphLaunch")  # parts of CUDA's own names, runtime's and driver's
+TOP, LETTERS = 20, 80  # number of names reported, and their maximum length
+LAUNCHES = ("LaunchKernel", "GraphLaunch")  # substrings of CUDA runtime and driver call names
 
-Spans = dict[str, list[tuple[float, float]]]  # of each name (start, end) in ms
+Spans = dict[str, list[tuple[float, float]]]  # (start, end) in ms by name
 
 
 def activities_of(device: torch.device) -> list[ProfilerActivity]:
-    """What a profile of work on that device records."""
+    """Return the profiler activities for work on that device."""
     return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
 
 
 def of_step(seen: profile, name: str, on_gpu: bool) -> dict[str, Any]:
-    """Of a profile in which the range `name` is around one step.
+    """Summarize a profile in which the range `name` encloses one step.
 
-    `kernels`: the most expensive, {name, ms, share, calls}; on a GPU the device's own times, of
-    torch's kernels by the operator that launched them, on a CPU each operator's own without those
-    it calls. `step_ms` from the first kernel's start to the last one's end, `busy_ms` while at
-    least one ran, `idle_ms` the gaps between them, `gaps` how many, `longest_gap_ms`; `launches`
-    and `syncs` counted while the step was issued. On a CPU, where nothing is launched, the last
-    five are None.
+    `kernels`: the most expensive, {name, ms, share, calls}; on a GPU device times, of torch's
+    kernels by the operator that launched them, on a CPU each operator's self time. `step_ms` is
+    from the first kernel's start to the last one's end, `busy_ms` while at least one ran,
+    `idle_ms` the gaps between them, `gaps` their number, `longest_gap_ms`; `launches` and `syncs`
+    are counted while the step was issued. On a CPU, where nothing is launched, the last five are
+    None.
     """
     spans, work = measured(seen, on_gpu)
     hosted = [(e.name, e.time_range) for e in seen.events() if e.device_type == DeviceType.CPU]
@@ -48,7 +48,7 @@ def of_step(seen: profile, name: str, on_gpu: bool) -> dict[str, Any]:
 
 
 def measured(seen: profile, on_gpu: bool) -> tuple[Spans, Spans]:
-    """What took how long, by operator; and on a GPU the device's own work."""
+    """Return the spans by operator, and on a GPU also those of the device's own work."""
     if not on_gpu:
         return own_times(seen.profiler.kineto_results.experimental_event_tree()), {}
     events = [event for event in seen.events() if not event.is_user_annotation]
@@ -57,8 +57,8 @@ def measured(seen: profile, on_gpu: bool) -> tuple[Spans, Spans]:
 
 
 def own_times(tree: Iterable) -> Spans:
-    """Each operator's own time on a CPU, without those that it calls, off a profile's event tree,
-    which is there at once: torch needs 10 s for 100,000 events. Without named ranges."""
+    """Return each operator's self time on a CPU, without named ranges. Reads the profile's event
+    tree, which is available at once: torch's own events take 10 s per 100,000."""
     kinds, ranges = torch._C._profiler._EventType, torch._C._profiler.RecordScope.USER_SCOPE
     spans, waiting = defaultdict(list), list(tree)
     while waiting:
@@ -71,7 +71,7 @@ def own_times(tree: Iterable) -> Spans:
 
 
 def top(spans: Spans, count: int = TOP) -> list[dict[str, Any]]:
-    """The names that took longest, by each one's (start, end) in ms; then a row for the rest."""
+    """Rows of the longest names, from their (start, end) in ms; then one row for the rest."""
     rows = [
         {"name": name[:LETTERS], "ms": total({name: found}), "calls": len(found)}
         for name, found in spans.items()
@@ -85,8 +85,8 @@ def top(spans: Spans, count: int = TOP) -> list[dict[str, Any]]:
 
 
 def gaps(spans: Iterable[tuple[float, float]]) -> dict[str, float | int]:
-    """step_ms, busy_ms, idle_ms, gaps and longest_gap_ms of work given as (start, end) in ms. Work
-    that overlaps, as on several streams, is busy once. ValueError where there is none."""
+    """step_ms, busy_ms, idle_ms, gaps and longest_gap_ms of work given as (start, end) in ms.
+    Overlapping work, as on several streams, counts once. ValueError if there is none."""
     ordered = sorted(spans)
     if not ordered:
         raise ValueError("no kernel ran on the device during the step")
@@ -102,7 +102,7 @@ def gaps(spans: Iterable[tuple[float, float]]) -> dict[str, float | int]:
 
 
 def device_work(events: Iterable) -> Spans:
-    """{kernel, copy or fill: its (start, end) in ms}; annotations mirrored there are no work."""
+    """Return {kernel, copy or fill: its (start, end) in ms}, without mirrored annotations."""
     spans = defaultdict(list)
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
@@ -112,9 +112,9 @@ def device_work(events: Iterable) -> Spans:
 
 
 def by_operator(events: Iterable, kernels: Spans) -> Spans:
-    """The device's work, that of torch's operators under their names: aten::mm rather than one of
-    many matrix products, or of templates whose names tell nothing. `kernels` as they are where the
-    profiler linked less than nine tenths of them to an operator, as in a CUDA graph."""
+    """Return the device's work under the names of torch's operators: aten::mm rather than one of
+    many GEMM kernels, or of templates with opaque names. `kernels` unchanged if the profiler linked
+    less than nine tenths of their time to an operator, as in a CUDA graph."""
     spans = defaultdict(list)
     for event in events:
         for kernel in getattr(event, "kernels", ()):

@@ -1,11 +1,11 @@
 """The physical limit of a call, and the model FLOPs of a training step.
 
-The limit is the operations and bytes that no implementation can do without. Divided by what the
-device does for a plain matrix product and a plain copy, measured in the same process, they give the
-time that a perfect kernel would take.
+The limit is the operations and bytes that every implementation needs. Divided by the rates of a
+plain matrix product and a plain copy, measured in the same process, they give the time of a perfect
+kernel.
 
-Model FLOPs are what the mathematics needs: no recomputation, neither a checkpoint's nor the scores
-that a kernel makes again. So an implementation gains nothing by doing more than it must.
+Model FLOPs are those required by the mathematics: no recomputation, neither of a checkpoint nor of
+scores inside a kernel. So an implementation gains nothing by doing more work than necessary.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from nsa.model.llama import LanguageModel
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches at best: multiply-adds count as two operations, bytes both ways."""
+    """Highest measured rates of the device: a multiply-add is two operations, bytes both ways."""
 
     matmul_tflops: float
     copy_tb_s: float
@@ -33,19 +33,19 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations of the matrix products, and fewest bytes to and from memory."""
+    """Floating-point operations of the matrix products, and the minimum memory traffic in bytes."""
 
     flops: int
     bytes: int
 
     def limit_ms(self, ceilings: Ceilings) -> float:
-        """Whichever takes longer."""
+        """Time limit in ms: the longer of compute and memory traffic."""
         compute_s = self.flops / (ceilings.matmul_tflops * 1e12)
         return 1e3 * max(compute_s, self.bytes / (ceilings.copy_tb_s * 1e12))
 
 
 def pairs(tokens: int, config: NSAConfig) -> dict[str, int]:
-    """Pairs of a query and a key it sees, of one head and sequence: cmp, slc, win and dense."""
+    """Pairs of a query and a visible key, per head and sequence: cmp, slc, win and dense."""
     t = np.arange(tokens, dtype=np.int64)
     compressed, window = compressed_span(config), window_span(config)
     cmp = np.maximum(0, compressed.ended(t))
@@ -61,10 +61,10 @@ def pairs(tokens: int, config: NSAConfig) -> dict[str, int]:
 
 
 def branch_flops(shape: Shape) -> dict[str, int]:
-    """Forward operations a branch; "score" is the second product of queries and compressed keys.
+    """Forward operations per branch; "score" is the second product of queries and compressed keys.
 
-    The probabilities that rank blocks need every key's score first, so an implementation that keeps
-    no T x C tensor makes them twice.
+    The probabilities that rank blocks need every key's score first, so an implementation that
+    stores no T x C tensor computes them twice.
     """
     seen = pairs(shape.tokens, shape.config)
     heads = shape.batch * shape.heads
@@ -74,11 +74,11 @@ def branch_flops(shape: Shape) -> dict[str, int]:
 
 
 def work(shape: Shape, operation: str = "nsa_attention") -> dict[str, Work]:
-    """{"forward", "backward", "step": Work} of "nsa_attention" or "dense_attention".
+    """Return {"forward", "backward", "step": Work} of "nsa_attention" or "dense_attention".
 
-    Forward: two products a pair, one for scoring. Backward: five a pair (scores again, dP, dV, dQ,
-    dK), none for scoring, which has no gradient. Bytes: every input read once, every output written
-    once.
+    Forward: two products per pair, one for scoring. Backward: five per pair (scores again, dP, dV,
+    dQ, dK), none for scoring, which has no gradient. Bytes: every input read once, every output
+    written once.
     """
     flops, dense = branch_flops(shape), operation == "dense_attention"
     products = sum(flops[b] for b in (("dense",) if dense else ("cmp", "slc", "win")))
@@ -95,7 +95,7 @@ def work(shape: Shape, operation: str = "nsa_attention") -> dict[str, Work]:
 
 
 def measure_ceilings(device: str | torch.device, dtype: torch.dtype = torch.bfloat16) -> Ceilings:
-    """Median of an 8192^3 product in `dtype` and of a copy of 1 GiB; far smaller ones on a CPU."""
+    """Time an 8192^3 product in `dtype` and a 1 GiB copy (medians); far smaller ones on a CPU."""
     device = torch.device(device)
     gpu = device.type == "cuda"
     edge, size = (8192, 1 << 30) if gpu else (512, 1 << 24)
@@ -109,13 +109,13 @@ def measure_ceilings(device: str | torch.device, dtype: torch.dtype = torch.bflo
     return Ceilings(2 * edge**3 / seconds[0] / 1e12, 2 * size / seconds[1] / 1e12)
 
 
-# Dense bf16 TFLOP/s by the maker's data sheets, SXM boards, by a part of the device's name.
+# Dense bf16 TFLOP/s from the vendor's data sheets, SXM boards, by a part of the device's name.
 NOMINAL_TFLOPS = {"B200": 2250.0, "H200": 989.4, "H100": 989.4, "A100": 312.0}
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of forward and backward of one optimizer step, by their source.
+    """Floating-point operations of forward and backward of one optimizer step, by source.
 
     weights: products with parameters. attention: products of queries, keys and values.
     """
@@ -128,18 +128,18 @@ class StepFlops:
         return self.weights + self.attention
 
     def utilisation(self, step_s: float, tflops: float, devices: int = 1) -> float:
-        """The share of `devices` ceilings of `tflops` TFLOP/s that a step of `step_s` reaches."""
+        """Fraction of `devices` x `tflops` TFLOP/s reached by a step of `step_s` seconds."""
         return self.total / (step_s * tflops * 1e12 * devices)
 
 
 def step_flops(config: ModelConfig, tokens: int, batch: int) -> StepFlops:
-    """Six operations a parameter and token, and six a pair and dimension of attention.
+    """Six operations per parameter and token, and six per attention pair and dimension.
 
     Two forward, four backward: each product has a gradient for both of its factors. Parameters are
-    those of matrices that multiply: not the embedding, which is looked up, nor norms and biases;
-    phi's multiply once a compressed block. Pairs are a query and a key that it sees, exactly as
-    `nsa.lab.measure.limits.pairs` counts them; scoring has no product of its own, for it reads the
-    compressed branch's. All branches take part, whatever `force_branch` says.
+    those of matrix products: not the embedding, which is a lookup, nor norms and biases; phi's
+    count once per compressed block. Pairs are a query and a visible key, as counted by
+    `nsa.lab.measure.limits.pairs`; scoring has no product of its own, since it reuses the
+    compressed branch's. All branches count, regardless of `force_branch`.
     """
     a_token, a_block = _multiplied(config)
     multiplied = tokens * a_token + count_compressed(tokens, config.nsa) * a_block
@@ -151,13 +151,13 @@ def step_flops(config: ModelConfig, tokens: int, batch: int) -> StepFlops:
 
 
 def nominal_tflops(device_name: str) -> float:
-    """What the maker states for dense bf16 products, NaN for a device that is not in the table."""
+    """Vendor's peak TFLOP/s for dense bf16 products, NaN for a device not in the table."""
     return next((t for part, t in NOMINAL_TFLOPS.items() if part in device_name), float("nan"))
 
 
 @cache
 def _multiplied(config: ModelConfig) -> tuple[int, int]:
-    """Multiply-adds with parameters: of each token, and of each compressed block."""
+    """Multiply-adds with parameters: per token, and per compressed block."""
     with torch.device("meta"):
         model = LanguageModel(config)
     # A softmax gate reads the mean query of each group, so its matrices multiply once a KV head.

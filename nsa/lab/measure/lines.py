@@ -1,4 +1,4 @@
-"""Which line of the user's calls torch: a named range around each call, for a profile to read."""
+"""User code lines of torch calls: a named range around each call, for a profile to read."""
 
 import os
 import sys
@@ -17,26 +17,26 @@ named_range = torch._C._profiler._RecordFunctionFast
 
 
 class Lines(TorchFunctionMode):
-    """While it is on, each call of torch from Python runs in a range "line FILE:LINE FUNCTION".
+    """Mode that runs each torch call from Python in a range "line FILE:LINE FUNCTION".
 
-    The line is the innermost that is neither torch's nor the standard library's. Operators run as
-    they do without: what is put in their way is Python's, and ends before autograd and the
-    dispatcher begin. (With a dispatch mode on, some backwards have other results to allocate.)
-    In a backward it is on as well: there a Function of the user's own calls torch from Python.
+    The line is the innermost outside torch and the standard library. Operators run unchanged: the
+    interception is in Python, and ends before autograd and the dispatcher begin. (With a dispatch
+    mode on, some backwards have other results to allocate.) It is also on in a backward, where a
+    user-defined Function calls torch from Python.
 
-    Do not put it on where something was compiled: dynamo would trace it. Cost: 2 us a call.
+    Do not use it if anything was compiled: dynamo would trace it. Cost: 2 us per call.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(getattr(func, "__module__", "")).startswith("torch._ops.profiler"):
-            return func(*args, **(kwargs or {}))  # somebody's named range, which outlives the call
+            return func(*args, **(kwargs or {}))  # a foreign named range, which outlives the call
         with named_range(f"{LINE}{calling(sys._getframe(1))}"):
             return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> "Lines":
         def watched(plain: Any) -> Any:
             def run(*args: Any, **options: Any) -> Any:
-                with _On(self):  # torch turns it off for what it hands to it, a backward too
+                with _On(self):  # torch turns the mode off inside its handlers, also for a backward
                     return plain(*args, **options)
 
             return run
@@ -61,8 +61,8 @@ class _On:
 
 
 def calling(frame: FrameType | None) -> str:
-    """ "train.py:31 Net.forward", the innermost from here that is a program's own; where there is
-    none, the innermost that is not torch's nor the standard library's; else ""."""
+    """Return "train.py:31 Net.forward", the innermost frame in user code; without one, the
+    innermost outside torch and the standard library; else ""."""
     other = ""
     while frame is not None:
         name, own = _told(frame.f_code)
@@ -76,7 +76,7 @@ def calling(frame: FrameType | None) -> str:
 
 @lru_cache(maxsize=4096)
 def _told(code: CodeType) -> tuple[tuple[str, str] | None, bool]:
-    """(file and function, None of torch and the standard library; whether it is a program's own)"""
+    """Return (file and function, None outside user code and nsa.lab; True if user code)."""
     frame = f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"
     own = is_code(frame)
     if code.co_filename == __file__ or not (own or library(frame) == "nsa.lab"):
@@ -85,8 +85,7 @@ def _told(code: CodeType) -> tuple[tuple[str, str] | None, bool]:
 
 
 def shown(file: str) -> str:
-    """A file's path as short as it is still found: from the current folder, or from where modules
-    are looked for."""
+    """Return a path relative to the current folder, else to an entry of sys.path if possible."""
     for place in (os.getcwd(), *sorted(map(os.path.abspath, sys.path), key=len, reverse=True)):
         if file.startswith(place + os.sep):
             return file[len(place) + 1 :]

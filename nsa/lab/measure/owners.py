@@ -1,4 +1,4 @@
-"""Whose a tensor is: of a model's modules, of an optimizer, or of whoever a name leads to."""
+"""Owners of tensors: modules of a model, an optimizer, or any named object holding them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from nsa.lab.measure.recorders import local
 from nsa.lab.oracles.steps import anywhere
 from whyhung.verdict.frames import is_code
 
-# Of what is there before, the tensors that are searched for their owners: each costs a comparison
-# with everything that Python knows.
-LOOKED_AT, MOST_LOOKED_AT = 0.002, 40  # their least share, and how many
-DEPTH, MOST_LISTED = 4, 100_000  # how far, and in how long lists, owners are looked for
+# Limits of the owner search for tensors that existed before the step: each costs a comparison with
+# every Python object.
+LOOKED_AT, MOST_LOOKED_AT = 0.002, 40  # minimum share, and number of tensors
+DEPTH, MOST_LISTED = 4, 100_000  # search depth, and maximum length of a list
 BEFORE = "before the step"
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who allocated a block: the module with layers together, the line, or the operator."""
+    """Owner of a block: the module with layers merged, the line, or the operator."""
 
     module: str = ""
     line: str = ""
@@ -40,8 +40,8 @@ NOBODY = Owner()
 
 
 class Parts:
-    """The tensors of a training by category, and whose they are: of a model's parameters, buffers
-    and gradients and its optimizers' state. Both may become known while a stranger's step runs."""
+    """Tensors of a training by category, and their owners: parameters, buffers and gradients of
+    models, and optimizer state. Models and optimizers may be added while a user's step runs."""
 
     def __init__(self, model: nn.Module | None = None, optimizers: Iterable[Any] = ()) -> None:
         self.models: list[nn.Module] = [] if model is None else [model]
@@ -56,7 +56,7 @@ class Parts:
         }
 
     def owners(self) -> dict[int, Owner]:
-        """By address; their line is that of the class that has them."""
+        """Return owners by address; the line is that of the owning class."""
         found: dict[int, Owner] = {}
         named = self._parameters()
         for p, owner in named.items():
@@ -92,8 +92,8 @@ class Parts:
 
 
 def _owner(model: nn.Module, name: str) -> Owner:
-    """Of a parameter or buffer: its module, and the line of the innermost class around it that is a
-    program's own."""
+    """Return the owner of a parameter or buffer: its module, and the line of the innermost
+    enclosing class in user code."""
     path, line = name.split(".")[:-1], ""
     for depth in range(len(path), -1, -1):
         inside = ".".join(path[:depth])
@@ -114,8 +114,8 @@ def _class_line(kind: type) -> str:
 
 
 def local_names() -> dict[int, str]:
-    """ "x in main (train.py:53)", of the tensors that functions of a program's own hold now."""
-    found, frame = {}, None if sys.gettrace() else sys._getframe()  # whom clearing would harm
+    """Return names such as "x in main (train.py:53)" of tensors held now by user functions."""
+    found, frame = {}, None if sys.gettrace() else sys._getframe()  # clearing would harm a tracer
     while frame is not None:
         line = calling(frame)
         if is_code(f"{frame.f_code.co_filename}:1 {frame.f_code.co_name}"):
@@ -125,23 +125,23 @@ def local_names() -> dict[int, str]:
                 if type(value) is Tensor:
                     found[id(value)] = f"{name} in {function} ({place})"
             if isinstance(names, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                names.clear()  # a copy, which the frame would keep, and the tensors with it
+                names.clear()  # a copy that the frame would keep alive with its tensors
         frame = frame.f_back
     return found
 
 
 def holders(tensors: list[Tensor]) -> dict[int, str]:
-    """ "package.module.NAME" or "package.module.Class.name" of who refers to each, by its id, with
-    [...] where a list or mapping lies between. Whoever no name leads to is left out."""
+    """Return "package.module.NAME" or "package.module.Class.name" of each tensor's referrer, by
+    id, with [...] for a list or mapping in between. Tensors without a name are left out."""
     found: dict[int, str] = {}
-    # What is looked for; for each tensor in it, how it goes on from there: where it is the names of
-    # an object, and where it is somebody's value.
+    # Objects searched for; for each tensor in one, the rest of its path: if the object is the
+    # __dict__ of another, and if it is a value.
     wanted: dict[int, tuple[Any, dict[int, tuple[str, str]]]]
     wanted = {id(t): (t, {id(t): ("", "")}) for t in tensors}
     for _ in range(DEPTH):
         reached: dict[int, tuple[Any, dict[int, tuple[str, str]]]] = {}
         own = {id(tensors), *map(id, wanted.values())}
-        # One scan of all that Python knows, for all of them.
+        # One scan of all Python objects for all of them.
         for outer in gc.get_referrers(*(thing for thing, _ in wanted.values())) if wanted else ():
             if id(outer) in own:
                 continue

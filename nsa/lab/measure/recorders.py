@@ -1,12 +1,12 @@
-"""What a step allocates, recorded from torch's own allocators, on a CPU or a CUDA device.
+"""Recorders of a step's allocations from torch's own allocators, on a CPU or a CUDA device.
 
 A recorder is an observer of any loop that announces its phases through on_phase(name, step):
 
     with recorder_for(device, watched) as recorder: ...   # one step that calls recorder.on_phase
     recorder.record()
 
-Each phase is recorded on its own, so that a stream never holds more than a phase in torch's own,
-much larger, form. MemorySamples, below, tells what device and process hold after each step.
+Each phase is recorded separately, so that at most one phase exists in torch's own, much larger,
+form. MemorySamples, below, samples the memory of device and process after each step.
 """
 
 import ctypes
@@ -27,16 +27,16 @@ from nsa.lab.measure.allocations import Stream, add_history, blocks_of, replay, 
 
 MIB = 2**20
 AGREEMENT = 0.01
-POINTS = 300  # of a record's timeline
+POINTS = 300  # number of points in a record's timeline
 Watched = Callable[[], Mapping[str, Iterable[Tensor]]]
 
 
 class MemorySamples:
-    """MiB after each step: by torch's allocator `device_mib` of tensors, `reserved_mib` of the
-    device and `peak_mib`, the most of tensors since the peak was reset, all three empty without a
-    GPU; and `host_mib` in RAM, NaN outside Linux. An observer, or `take` by hand: about 20 us on a
-    CPU, and nothing is waited for. Before the first sample glibc gives back what was freed
-    (milliseconds): pages that it keeps would take up what a leak holds, and nothing would grow."""
+    """MiB after each step: from torch's allocator `device_mib` of tensors, `reserved_mib` of the
+    device and `peak_mib`, the maximum of tensors since the last reset, all three empty without a
+    GPU; and `host_mib` in RAM, NaN outside Linux. Use as an observer, or call `take`: about 20 us
+    on a CPU, without waiting. Before the first sample glibc returns freed pages (milliseconds):
+    pages it kept would absorb a leak, and nothing would grow."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,7 +47,7 @@ class MemorySamples:
 
     def take(self, *_: Any) -> None:
         if self.device.type == "cuda":
-            held = torch.cuda.memory_stats(self.device)  # one call, of which the others are parts
+            held = torch.cuda.memory_stats(self.device)  # one call that includes the others
             self.device_mib.append(held.get("allocated_bytes.all.current", 0) / MIB)
             self.reserved_mib.append(held.get("reserved_bytes.all.current", 0) / MIB)
             self.peak_mib.append(held.get("allocated_bytes.all.peak", 0) / MIB)
@@ -61,7 +61,7 @@ class MemorySamples:
 
 
 def resident_mib() -> float:
-    """What this process holds in RAM; NaN where /proc does not tell, as outside Linux."""
+    """Resident memory of this process in MiB; NaN if /proc is unavailable, as outside Linux."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -71,10 +71,10 @@ def resident_mib() -> float:
 
 @contextmanager
 def profiled(activities: Iterable[ProfilerActivity], **options: Any) -> Iterator[profile]:
-    """The work inside is profiled; ask for its events afterwards."""
+    """Profile the work inside; its events are available afterwards."""
     found = profile(activities=list(activities), **options)
     with warnings.catch_warnings():
-        # torch 2.11 warns, once a process, of further cycles, of which there are none
+        # torch 2.11 warns, once per process, about further cycles, but there are none
         warnings.filterwarnings("ignore", message=".*Profiler clears events")
         found.start()
     try:
@@ -84,7 +84,7 @@ def profiled(activities: Iterable[ProfilerActivity], **options: Any) -> Iterator
 
 
 def recorder_for(device: str | torch.device, watched: Watched) -> "Recorder":
-    """The recorder for that device; ValueError for one that is neither a CPU nor a CUDA device."""
+    """Return the recorder for that device; ValueError unless it is a CPU or CUDA device."""
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r} cannot be recorded; 'cpu' and 'cuda' can")
@@ -92,10 +92,10 @@ def recorder_for(device: str | torch.device, watched: Watched) -> "Recorder":
 
 
 class Recorder:
-    """Shared by both: records each phase, and tags the watched tensors.
+    """Base class: records each phase, and tags the watched tensors.
 
-    `watched()` gives {category: tensors} for parameters, gradients and optimizer_state as they are
-    when it is called, which is at each border between phases.
+    `watched()` returns {category: tensors} for the current parameters, gradients and
+    optimizer_state; it is called at each border between phases.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -109,7 +109,7 @@ class Recorder:
         return self
 
     def on_phase(self, name: str, step: int) -> None:
-        """The phase `name` starts; "end" ends the last one."""
+        """Start the phase `name`; "end" ends the last one."""
         self._phase.close()
         self.stream.mark(name)
         if name != "end":
@@ -124,30 +124,30 @@ class Recorder:
             self.stream.tag(category, addresses)
 
     def _addresses(self) -> dict[str, set[int]]:
-        """Where the watched tensors are now."""
+        """Return the current addresses of the watched tensors."""
         return {
             category: {t.untyped_storage().data_ptr() for t in tensors}
             for category, tensors in self.watched().items()
         }
 
     def _before(self) -> dict[int, int]:
-        """Address and bytes of what is there already."""
+        """Address and bytes of each existing block."""
         raise NotImplementedError
 
     def _recording(self, phase: str) -> AbstractContextManager[None]:
-        """What happens inside is in the stream afterwards."""
+        """Record the allocations inside into the stream."""
         raise NotImplementedError
 
     def record(self) -> dict:
-        """What `replay` and, as "timeline", `timeline` make of the stream; in "cross_check" whether
-        another count "agrees" or, as a "note", why not."""
+        """Results of `replay` and, as "timeline", of `timeline`; "cross_check" contains "agrees",
+        True if another count matches, and "note", the reason if not."""
         return replay(self.stream) | {"timeline": timeline(self.stream, POINTS)}
 
 
 class CpuRecorder(Recorder):
-    """Allocator events through torch.profiler, about 8 us each: with operations, one would cost
-    three times as much. Not the process's resident memory: what a library allocates behind torch's
-    back (oneDNN's scratch, Python's objects) is not seen.
+    """Records allocator events through torch.profiler, about 8 us each: with operations, one would
+    cost three times as much. This is not the process's resident memory: allocations outside torch
+    (oneDNN's scratch, Python's objects) are not recorded.
     """
 
     def _before(self) -> dict[int, int]:
@@ -176,7 +176,7 @@ class CpuRecorder(Recorder):
     def record(self) -> dict:
         found = super().record()
         check = found["cross_check"]
-        # Frees of what was alive before the recording are not reported, the rest must be.
+        # Frees of blocks alive before the recording are not reported, all others must be.
         lost = check["lost_bytes"] / max(1, found["peak"])
         check["agrees"] = check["unknown_frees"] == 0 and lost <= AGREEMENT
         check["note"] = "" if check["agrees"] else f"frees of {lost:.1%} of the peak went unseen"
@@ -186,8 +186,8 @@ class CpuRecorder(Recorder):
 class CudaRecorder(Recorder):
     """Peaks from torch.cuda's own statistics; their categories from the allocator's history.
 
-    The history keeps at most `max_entries` events a phase. One that overflows, or an allocator that
-    keeps none, leaves the categories empty, and the record says so. Resets the peak statistics.
+    The history holds at most `max_entries` events per phase. If it overflows, or the allocator has
+    none, the categories are empty and the record notes it. Resets the peak statistics.
     """
 
     def __init__(self, watched: Watched, max_entries: int = 2_000_000) -> None:
@@ -228,7 +228,7 @@ class CudaRecorder(Recorder):
 
 
 def cross_check(statistics: int, history: int | None, missing: str = "") -> dict:
-    """Two peaks, in MiB, of the same step, and whether they agree within 1 %."""
+    """Compare two peaks of the same step, in MiB; "agrees" is True if within 1 %."""
     checked = {"statistics_mib": statistics / MIB, "history_mib": None, "agrees": False}
     if history is None:
         return checked | {"note": missing}
@@ -241,7 +241,7 @@ def cross_check(statistics: int, history: int | None, missing: str = "") -> dict
 
 
 def recorded_step(trainer: Any) -> tuple[Tensor, Recorder]:
-    """One more step of a Trainer beside its own observers: its loss, and what recorded it."""
+    """Run one more step of a Trainer with a recorder added; return (loss, recorder)."""
     before = trainer.observers
     with recorder_for(
         trainer.device, training_tensors(trainer.model, trainer.optimizer)
@@ -255,7 +255,7 @@ def recorded_step(trainer: Any) -> tuple[Tensor, Recorder]:
 
 
 def live_cpu_storages() -> dict[int, int]:
-    """Address and bytes of every CPU storage that torch's allocator gave to a tensor Python knows.
+    """Address and bytes of every CPU storage that torch allocated for a tensor visible to Python.
 
     Borrowed memory (torch.frombuffer, torch.from_numpy) cannot be resized and is left out.
     """
@@ -268,9 +268,9 @@ def live_cpu_storages() -> dict[int, int]:
 
 
 def live_tensors(device: str) -> Iterator[Tensor]:
-    """Every tensor on that kind of device that Python knows."""
+    """Yield every tensor on that device type that Python's gc tracks."""
     for thing in gc.get_objects():
-        # `type` rather than isinstance, which asks proxies for their __class__ and wakes them
+        # `type` rather than isinstance, which reads __class__ of proxies and activates them
         if type(thing) not in (Tensor, torch.nn.Parameter) or thing.layout is not torch.strided:
             continue
         if thing.device.type == device:
@@ -278,7 +278,7 @@ def live_tensors(device: str) -> Iterator[Tensor]:
 
 
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Watched:
-    """What to watch of a model and its optimizer; of tensors that FSDP2 shards this rank's part."""
+    """Tensors to watch of a model and its optimizer; of FSDP2-sharded tensors, the local shard."""
 
     def watched() -> dict[str, list[Tensor]]:
         parameters = list(model.parameters())
@@ -295,5 +295,5 @@ def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
+    """Return this rank's shard of a sharded tensor, else the tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,4 +1,4 @@
-"""The shapes that attention is measured at: sizes, dtype, kind of queries, and their names."""
+"""Shapes for attention measurements: sizes, dtype, kind of queries, and their names."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,7 +21,7 @@ TINY_CONFIG = NSAConfig(
 class Shape:
     """One shape; `queries` and `shared_kv` are those of `nsa.lab.measure.attention_inputs.draw`.
 
-    ValueError for a size below 1, heads that kv_heads do not divide, or an unknown name.
+    ValueError for a size below 1, heads not divisible by kv_heads, or an unknown name.
     """
 
     tokens: int
@@ -56,7 +56,7 @@ class Shape:
         return self.heads // self.kv_heads
 
     def to_dict(self) -> dict:
-        """Plain values, fit for JSON; `from_dict` brings the same shape back."""
+        """Return plain, JSON-compatible values; `from_dict` restores an equal shape."""
         return asdict(self)
 
     @classmethod
@@ -81,10 +81,10 @@ NAMED = {
 def shapes_from(
     texts: Sequence[str], tokens: Sequence[int] = (), queries: Sequence[str] = ("random",)
 ) -> list[Shape]:
-    """Shapes from names of NAMED and lists such as "tokens=4k,heads=32,dtype=fp16".
+    """Parse shapes from names in NAMED and lists such as "tokens=4k,heads=32,dtype=fp16".
 
-    `tokens` replaces the lengths that a name stands for; each shape comes with each of `queries`,
-    unless its list names one. ValueError for what is unknown, naming the nearest.
+    `tokens` replaces the lengths of a named shape; each shape is combined with each of `queries`,
+    unless its list names one. ValueError for unknown names, naming the nearest.
     """
     for given, what, known in ((texts, "shapes", NAMED), (queries, "kinds of queries", QUERIES)):
         if not given:
@@ -126,11 +126,11 @@ def _value(name: str, text: str) -> int | bool | str:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"shared_kv={text} must be true or false")
         return text.lower() == "true"
-    return 0 if text == "0" else count(text)  # their owner knows which sizes may be 0
+    return 0 if text == "0" else count(text)  # the config class checks which sizes may be 0
 
 
 def count(text: str) -> int:
-    """8k as 8192, 1m as 1048576, 2048 as it is; ValueError for anything else."""
+    """Parse 8k as 8192, 1m as 1048576, 2048 as 2048; ValueError for anything else."""
     number, scale = text.strip().lower(), 1
     if number[-1:] in ("k", "m"):
         number, scale = number[:-1], 1024 if number[-1] == "k" else 1024**2

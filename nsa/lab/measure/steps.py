@@ -1,7 +1,7 @@
-"""What a step costs: seconds from idle to idle device, memory at its peak, what it dispatches.
+"""Costs of a step: seconds from idle to idle device, memory at its peak, operations dispatched.
 
-Timed are the steps of a trial as they are. What would slow them (looks at phases, allocations,
-gradients, operations) is measured afterwards, each in steps of its own.
+The steps of a trial are timed without instrumentation. Measurements that slow a step (phases,
+allocations, gradients, operations) follow afterwards, each in separate steps.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a stranger's training loads none of ours
+if TYPE_CHECKING:  # a user's training imports none of ours
     from nsa.model.train import Trainer
 
-# Names under which a trial's result has what was measured of it: a number, or one a step.
+# Names of the measurements in a trial's result: one number, or one per step.
 MEASURED = (
     "seconds", "processor", "forward", "backward", "optimizer", "allocated", "reserved",
     "fragmentation", "growing", "operations", "nodes",
 )  # fmt: skip
 MIB = 2**20
-PHASE_STEPS = 3  # whose phases are timed: the median counts
-CONSTANT = ("parameters", "gradients", "optimizer_state", "resident")  # at any T; the rest grows
+PHASE_STEPS = 3  # steps with timed phases: the median counts
+CONSTANT = ("parameters", "gradients", "optimizer_state", "resident")  # at any T; others grow
 
 
 class StepMeter:
-    """begin() before and end() after each step of whatever trains in this process.
+    """Meter for any training in this process: begin() before and end() after each step.
 
-    On a GPU it waits for the device at both, and asks torch's allocator for the step's peaks.
+    On a GPU both synchronize the device, and end() reads the step's peaks from torch's allocator.
     """
 
     def __init__(self) -> None:
@@ -60,23 +60,23 @@ class StepMeter:
                 self.found[name].append(value)
 
     def result(self) -> dict[str, list[float]]:
-        """Values of each step: seconds, those of the processor (all threads), and on a GPU MiB at
-        its peak."""
+        """Values of each step: seconds, processor seconds (all threads), and on a GPU MiB at its
+        peak."""
         return {name: [float(f"{v:.6g}") for v in values] for name, values in self.found.items()}
 
 
 def _cuda() -> Any:
-    """torch.cuda where this process uses a GPU, else None; torch is not loaded for that."""
+    """torch.cuda if this process uses a GPU, else None; does not import torch."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 def further_steps(trainer: Trainer, model: Any, *, count: bool) -> tuple[dict, dict]:
-    """Measured in steps of their own, after all others: (result, oracles) of the trial.
+    """Run separate measurement steps after all others; return (result, oracles) of the trial.
 
-    Result: seconds of phases; MiB at the peak and what of it grows with the batch; a digest of the
-    gradients; operations and autograd nodes where `count`. Oracles: arrival and finite, and ranks
-    of several. `model` has the names of a subject's expectations, see nsa.lab.oracles.Watch.
+    Result: seconds of phases; MiB at the peak and the part that grows with the batch; a digest of
+    the gradients; operations and autograd nodes if `count`. Oracles: arrival and finite, and ranks
+    if there are several. `model` names a subject's expectations, see nsa.lab.oracles.Watch.
     """
     from nsa.lab.observers.phases import PhaseTimes
 
@@ -89,7 +89,7 @@ def further_steps(trainer: Trainer, model: Any, *, count: bool) -> tuple[dict, d
         finally:
             trainer.observers = observers
 
-    # Without a GPU they are the processor's, whose cores others use as well.
+    # Without a GPU processor time is used, since the cores are shared.
     on_gpu = trainer.device.type == "cuda"
     times = PhaseTimes(trainer.device, time.perf_counter if on_gpu else time.process_time)
     for _ in range(PHASE_STEPS):
@@ -105,7 +105,7 @@ def further_steps(trainer: Trainer, model: Any, *, count: bool) -> tuple[dict, d
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:
-    """The peak by category. On a GPU only what grows: the peak itself is known of every step."""
+    """Peak memory by category; on a GPU without the peak itself, which every step reports."""
     from nsa.lab.measure.recorders import recorded_step
 
     record = recorded_step(trainer)[1].record()

@@ -1,4 +1,4 @@
-"""Latency and memory of one call, steps in interleaved A/B, and the time a benchmark may take."""
+"""Latency and memory of a call, interleaved A/B timing of steps, and benchmark time budgets."""
 
 import gc
 import math
@@ -14,16 +14,16 @@ from torch import Tensor
 from nsa.lab.measure.recorders import MIB, CpuRecorder, live_cpu_storages
 from nsa.model.train import Trainer
 
-CAP_S = 60.0  # an implementation's share, anew whenever kernels may have been compiled
-SLOW_MS = 300.0  # a call that takes longer is repeated a few times, not for a given while
+CAP_S = 60.0  # an implementation's share, restarted when kernels may have been compiled
+SLOW_MS = 300.0  # a slower call is repeated a few times, not for a fixed time
 VERY_SLOW_MS = 5000.0
-LEAST = 9  # calls that a median is taken of, below SLOW_MS
-ROWS, ROW_MS = 15, 5.0  # of calls in a row, and how long one of them is
-ORDER = 0.02  # of the largest value: what bf16 sums in another order may differ by
+LEAST = 9  # minimum calls per median, below SLOW_MS
+ROWS, ROW_MS = 15, 5.0  # rows of consecutive calls, and duration of a row
+ORDER = 0.02  # of the largest value: tolerance for bf16 sums in another order
 
 
 class Clock:
-    """What is left of the whole time and of one implementation's share, in seconds."""
+    """Remaining seconds of the total budget and of one implementation's share."""
 
     def __init__(self, budget_s: float | None, cap_s: float = CAP_S) -> None:
         now = time.monotonic()
@@ -31,11 +31,11 @@ class Clock:
         self.cap_s, self.share = cap_s, now + cap_s
 
     def start(self) -> None:
-        """The next implementation's share begins."""
+        """Start the next implementation's share."""
         self.share = time.monotonic() + self.cap_s
 
     def check(self, needed_s: float, what: str) -> None:
-        """Raises NoTime where `what`, which takes needed_s, does not fit any more."""
+        """Raise NoTime if `what`, which takes needed_s, no longer fits."""
         now = time.monotonic()
         for end, name in ((self.end, "the budget"), (self.share, "this implementation's share")):
             if now + needed_s > end:
@@ -44,7 +44,7 @@ class Clock:
 
 
 class NoTime(Exception):
-    """What was to come does not fit into the time that is left."""
+    """The next measurement does not fit into the remaining time."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Latency:
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB at the peak beyond inputs and outputs. Backward counts what the forward kept for it."""
+    """Peak MiB excluding inputs and outputs. Backward includes tensors saved by the forward."""
 
     forward: float
     backward: float | None
 
 
 def latency(call: Callable[[], object], device: torch.device) -> Latency:
-    """Of a call that ran before: by triton's do_bench on a GPU, by the clock on a CPU."""
+    """Measure the latency of a warm call: with triton's do_bench on a GPU, a clock on a CPU."""
     first = once_ms(call, device)
     if device.type == "cuda" and first < SLOW_MS:
         from triton.testing import do_bench
@@ -83,10 +83,10 @@ def latency(call: Callable[[], object], device: torch.device) -> Latency:
 
 
 def in_a_row(call: Callable[[], object], device: torch.device) -> Latency:
-    """Of a call that ran before and is not slow: one of many that follow one another.
+    """Measure the latency of a warm, fast call as one of many consecutive calls.
 
-    `latency` has L2 flushed before each call, and what was put there is written back during it: a
-    replay of microseconds that reads what L2 does not hold is slower behind that than it is.
+    `latency` flushes L2 before each call, and the flush's data is written back during it: a
+    microsecond replay that reads data not in L2 then appears slower than it is.
     """
     count, taken = max(1, math.ceil(ROW_MS / once_ms(call, device))), []
     for _ in range(ROWS):
@@ -101,7 +101,7 @@ def in_a_row(call: Callable[[], object], device: torch.device) -> Latency:
 
 
 def once_ms(call: Callable[[], object], device: torch.device) -> float:
-    """One call, from an idle device to an idle device."""
+    """Time one call in ms, from idle device to idle device."""
     wait(device)
     started = time.perf_counter()
     call()
@@ -110,13 +110,13 @@ def once_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the GPU has done all it was given."""
+    """Wait until the GPU has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def mark(device: torch.device) -> "torch.cuda.Event | float":
-    """Now, by the device's own clock: an event behind all that it was given, on a CPU seconds."""
+    """Return a time mark: a CUDA event after all queued work, on a CPU seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -125,22 +125,22 @@ def mark(device: torch.device) -> "torch.cuda.Event | float":
 
 
 def seconds_between(first: "torch.cuda.Event | float", second: "torch.cuda.Event | float") -> float:
-    """Of two marks that were passed."""
+    """Seconds between two completed marks."""
     return second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3
 
 
 def gradients(o: Tensor, leaves: Sequence[Tensor], do: Tensor, keep: bool = False):
-    """Those of the leaves, the graph kept or freed."""
+    """Gradients of the leaves; the graph is retained if `keep`, else freed."""
     return torch.autograd.grad(o, leaves, do, retain_graph=keep)
 
 
 def extra_memory(
     forward: Callable[[], Tensor], leaves: Sequence[Tensor], do: Tensor, backward: bool
 ) -> Memory:
-    """One forward, and the gradients of `leaves` where `backward`."""
+    """Measure the memory of one forward, and of the gradients of `leaves` if `backward`."""
 
     def outputs() -> Iterator[int]:
-        """Bytes that are left after each of the two."""
+        """Yield the bytes of the outputs after each of the two."""
         o = forward()
         yield o.nbytes
         if backward:
@@ -176,10 +176,10 @@ def _cpu_peaks(outputs: Iterator[int]) -> list[int]:
 def graph_latency(
     forward: Callable[[], Tensor], leaves: Sequence[Tensor], do: Tensor
 ) -> tuple[Latency, Latency]:
-    """(forward, backward) replayed from CUDA graphs. Raises what capturing raises.
+    """Return latencies of (forward, backward) replayed from CUDA graphs. Capture errors propagate.
 
-    The leaves must be those of `Drawn.fresh`. RuntimeError where a replay does not give what the
-    same call gives without a graph.
+    The leaves must come from `Drawn.fresh`. RuntimeError if a replay's result differs from the same
+    call without a graph.
     """
     outside, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     try:
@@ -188,7 +188,7 @@ def graph_latency(
             for _ in range(3):
                 o = forward()
                 want = [o.detach(), *gradients(o, leaves, do)]
-                del o  # and with it all that remembers a stream
+                del o  # and with it everything tied to a stream
         outside.wait_stream(stream)
         torch.cuda.synchronize()
         ahead, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -205,11 +205,11 @@ def graph_latency(
         del want
         return latency(ahead.replay, do.device), latency(back.replay, do.device)
     finally:
-        torch.cuda.set_stream(outside)  # a capture that fails does not go back to it
+        torch.cuda.set_stream(outside)  # a failed capture does not restore it
 
 
 def same_as(want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
-    """RuntimeError unless both are the same but for the order in which sums are taken."""
+    """Raise RuntimeError unless both are equal up to the order of summation."""
     for index, (x, y) in enumerate(zip(want, got, strict=True)):
         largest = float(x.abs().max())
         error = float((x.float() - y.float()).abs().max())
@@ -220,7 +220,7 @@ def same_as(want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """ms of a step, plain and watched, the median of the rounds' ratios, and what was timed."""
+    """ms per step, plain and watched, the median of the rounds' ratios, and the clock used."""
 
     plain_ms: float
     watched_ms: float
@@ -236,15 +236,15 @@ def interleaved(
     steps: int,
     wall: bool = False,
 ) -> Interleaved:
-    """Times `steps` steps inside `watching()` and as many outside, in `rounds` rounds.
+    """Time `steps` steps inside `watching()` and as many outside, in `rounds` rounds.
 
-    Both take turns, in changing order, so that a machine that slows down slows both. From idle
-    device to idle device; without one, and unless `wall`, as for a wait for another rank, the
-    processor time of all threads counts, for its cores are shared.
+    Both are interleaved, in alternating order, so that a slowdown of the machine affects both.
+    Timed from idle device to idle device; on a CPU, unless `wall` (as for waits for another rank),
+    the processor time of all threads counts, since cores are shared.
 
-    Not timed are one round before and the first step of every turn, whose costs a training pays
-    once, nor a full collection of Python's garbage, which takes longer than a step: one is made
-    before each turn.
+    Not timed are one warm-up round and the first step of every turn, whose costs a training pays
+    once, nor a full garbage collection of Python, which takes longer than a step: one runs before
+    each turn.
     """
     clock, name = time.process_time, "processor time"
     if wall or trainer.device.type == "cuda":

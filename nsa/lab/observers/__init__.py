@@ -1,1 +1,1 @@
-"""Objects passed to a trainer to see what it does; a training without any pays nothing."""
+"""Observers, passed to a trainer to record its training; a training without any has no overhead."""

@@ -1,7 +1,7 @@
-"""Which line made what autograd's anomaly mode stops at.
+"""Line of the forward at whose backward autograd's anomaly mode stops.
 
 Anomaly mode names the backward function that returned NaN in the error, and the line of its forward
-in a warning that is easily lost. Here the error says both.
+in a warning that is easily lost. Here the error has both.
 """
 
 import os
@@ -19,9 +19,9 @@ _TORCH = os.path.dirname(torch.__file__)
 
 @contextmanager
 def named_anomalies() -> Iterator[None]:
-    """Around a step under torch.autograd.set_detect_anomaly(True): its RuntimeError gets a note.
+    """Add a note to a step's RuntimeError under torch.autograd.set_detect_anomaly(True).
 
-    The note has the last frame of the forward that is not torch's own: file, line, function, code.
+    The note has the last frame of the forward that is not in torch: file, line, function, code.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_DETECTED)

@@ -1,7 +1,7 @@
-"""Which gradients arrive, when, and whether they are zero; which parameters no gradient can reach.
+"""Arrival of gradients: missing, zero or not, and when; and parameters that no gradient can reach.
 
-A projection whose gradient arrives as zero is as dead as one whose gradient does not arrive: counts
-of arrivals alone tell nothing.
+A projection whose gradient arrives as zero is as dead as one whose gradient does not arrive, so
+counting arrivals alone is not enough.
 """
 
 import time
@@ -25,22 +25,22 @@ class _Step:
     began: float = 0.0  # of the latest backward
     arrivals: list[tuple[int, float]] = field(default_factory=list)  # parameter, s since it began
     looked_at: list[int] = field(default_factory=list)  # parameters that hold a gradient
-    largest: list[float] = field(default_factory=list)  # of each of those, once read
+    largest: list[float] = field(default_factory=list)  # absolute value of each, once read
 
 
 class GradientArrival(Sampled):
-    """An observer that notes each parameter's gradient: arrived, missing or all zero, and when.
+    """Observer that records each parameter's gradient: arrived, missing or all zero, and when.
 
-    Works on the bare model, so alike alone and under DDP, with accumulation and with checkpointing.
-    Times are the host's, which is ahead of a GPU. Whether a gradient is zero is decided on the
-    device, from what the optimizer is about to use: under DDP the ranks' average.
+    Works on the bare model, so also under DDP, with accumulation and with checkpointing. Times are
+    the host's, which runs ahead of a GPU. Zero gradients are detected on the device, in the
+    gradients that the optimizer is about to use: under DDP the ranks' average.
 
-    Before the first backward the parameters that the loss cannot reach are put into `unreachable`,
-    and warned of if `warn`; where the graph does not tell, it stays None and `unreachable_unknown`
-    says why. `every` and `keep` are those of `Sampled`.
+    Before the first backward, parameters that the loss cannot reach are stored in `unreachable`,
+    with a warning if `warn`; if the graph does not show them, it stays None and
+    `unreachable_unknown` is the reason. `every` and `keep` are those of `Sampled`.
 
-    Cost: 3 to 7 us of the host's time for each parameter in an observed step, and one reduction of
-    all gradients on the device; before the first backward 1 to 3 us for each node of the graph.
+    Cost: 3 to 7 us of host time for each parameter in an observed step, and one reduction of all
+    gradients on the device; before the first backward 1 to 3 us for each node of the graph.
 
     Raises ValueError for a model without a trainable parameter.
     """
@@ -57,12 +57,12 @@ class GradientArrival(Sampled):
         self._catch = model.register_forward_hook(self._catch_loss)
 
     def on_start(self, trainer: Any) -> None:
-        """Refuses a trainer that replays a CUDA graph: nothing of Python runs in there."""
+        """Raise ValueError if the trainer replays a CUDA graph, in which no Python code runs."""
         config = getattr(trainer, "config", None)
         if getattr(config, "cuda_graph", False):
             raise ValueError("cuda_graph=True replays steps without hooks; observe without it")
         if getattr(config, "compile", False):
-            # Only a backward would show what a compiled graph reaches, and hooks would cut it.
+            # Only a backward shows what a compiled graph reaches, and hooks would break the graph.
             self._forget_loss("a compiled graph hides which of its inputs have gradients")
         super().close()
         self._bind()  # FSDP2 has put other parameters into the model
@@ -78,11 +78,11 @@ class GradientArrival(Sampled):
             self._look(self._now)
 
     def rows(self, step: int | None = None) -> list[dict[str, Any]]:
-        """A row a parameter of that step (default: the last), in order of arrival, missing last:
-        step, name, state, order, ms since its backward began, arrivals (one for each backward of
-        the step) and largest, the gradient's largest absolute value, NaN included.
+        """One row per parameter of that step (default: the last), in order of arrival, missing
+        last: step, name, state, order, ms since its backward began, arrivals (one for each backward
+        of the step) and largest, the gradient's largest absolute value, NaN included.
 
-        ValueError for a step that is not kept. Waits for the device.
+        Raises ValueError for a step that is not kept. Waits for the device.
         """
         self._read(self._norms.all())
         record = self._kept(step)
@@ -130,7 +130,7 @@ class GradientArrival(Sampled):
         local = [g if type(g) is Tensor else getattr(g, "_local_tensor", g) for g in gradients]
         step.looked_at = [i for i, g in enumerate(local) if g is not None and g.numel()]
         if step.looked_at:
-            # The largest value rather than a sum of squares, which is 0 for what is merely small.
+            # The largest value, since a sum of squares underflows to 0 for small values.
             norms = torch._foreach_norm([local[i] for i in step.looked_at], ord=float("inf"))
             self._norms.put(step, torch.stack([norm.float() for norm in norms]))
 

@@ -1,4 +1,4 @@
-"""What attention does while it trains: gates, selection distances, branch outputs."""
+"""Attention statistics during training: gates, selection distances, branch outputs."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -28,27 +28,27 @@ NAMES = (
     *("k_mean", "k_max", "share_at_max"),
     *(f"norm_{branch}" for branch in BRANCHES),
 )
-COLLAPSED = 0.95  # of the gates' sum in one of them: the others hardly count
+COLLAPSED = 0.95  # share of the gates' sum in one gate, so that the others hardly matter
 
 
 class AttentionStats:
-    """An observer that looks into every NSAAttention of the model each `every` steps.
+    """Observer that computes statistics of every NSAAttention of the model each `every` steps.
 
     For each layer, over the batch, its tokens and heads: means of gate_cmp, gate_slc, gate_win and
-    of gate_entropy, in nats, of the gates divided by their sum; gate_max, the largest gate there
-    is; collapse_share, of the triples of which one gate has more than 0.95 of the sum. Means of
-    distance_blocks, how many blocks back from a query's own the selected ones lie;
-    distance_free_blocks, the same of those that were chosen rather than forced; forced_share of the
-    selected blocks. k_mean and k_max, selected keys that a query attends to, those in its future
-    not counted, and share_at_max, of the queries that have k_max. Means of norm_cmp, norm_slc,
-    norm_win, of a head's output before its gate (Euclidean). What there is none of (blocks not
-    forced in a short sequence, branches that are not computed) is NaN.
+    of gate_entropy, in nats, of the gates divided by their sum; gate_max, the largest gate;
+    collapse_share, the share of triples in which one gate has more than 0.95 of the sum. Means of
+    distance_blocks, the number of blocks from a query's own back to the selected ones;
+    distance_free_blocks, the same for blocks that were chosen rather than forced; forced_share of
+    the selected blocks. k_mean and k_max, selected keys that a query attends to, excluding future
+    ones, and share_at_max, the share of queries that have k_max. Means of norm_cmp, norm_slc,
+    norm_win, Euclidean norms of a head's output before its gate. Statistics without data (blocks
+    not forced in a short sequence, branches that are not computed) are NaN.
 
-    Nothing waits for the device: numbers are read when they have arrived, and then handed to the
+    Nothing waits for the device: numbers are read when they have arrived, and then passed to the
     `writers` (write(step, {"layer0/gate_cmp": ...})).
 
-    Cost: nothing in other steps; an observed one computes all attention once more, without
-    gradient: 0.26 to 0.46 of a step of the presets on a CPU, so less than 1 % at every=50.
+    Cost: none in other steps; an observed one computes all attention once more, without gradient:
+    0.26 to 0.46 of a step of the presets on a CPU, so less than 1 % at every=50.
 
     Raises ValueError for a model without such a layer.
     """
@@ -76,7 +76,7 @@ class AttentionStats:
                 for index, layer in enumerate(self._layers)
             ]
         elif name == "backward":
-            self._unhook()  # recomputed layers and further micro-batches are not looked at
+            self._unhook()  # recomputed layers and further micro-batches are not observed
         elif name == "end":
             if len(self._found) == len(self._layers):
                 rows = [self._found[index] for index in range(len(self._layers))]
@@ -85,12 +85,12 @@ class AttentionStats:
             self._take(self._later.ready())
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each observed step and layer: step, layer, and NAMES. Waits for the device."""
+        """One row per observed step and layer: step, layer, and NAMES. Waits for the device."""
         self._take(self._later.all())
         return list(self._rows)
 
     def close(self) -> None:
-        """Hands over what is still on its way. Waits for the device."""
+        """Pass pending numbers to the writers. Waits for the device."""
         self._unhook()
         self._take(self._later.all())
 
@@ -116,7 +116,7 @@ class AttentionStats:
 def look(
     layer: NSAAttention, x: Tensor, rotary: Any = None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """NAMES of this layer for the input of its forward, fp32 on the device.
+    """Compute the NAMES of this layer for the input of its forward, fp32 on the device.
 
     Raises ValueError for packed sequences.
     """
@@ -139,12 +139,12 @@ def look(
 
 
 def layer_inputs(layer: NSAAttention, x: Tensor, rotary: Any = None) -> Inputs:
-    """What this layer's attention is given for hidden states x [B, T, E]."""
+    """Inputs of this layer's attention for hidden states x [B, T, E]."""
     return checked(**layer.arguments(x, rotary), blocks=None, scale=None)
 
 
 def _with_blocks(inputs: Inputs, backend: str) -> Inputs:
-    """The inputs with their selection, which `triton` makes by its own kernel."""
+    """Inputs with their selection, which `triton` computes by its own kernel."""
     if backend == "triton":
         from nsa.attention.backends import triton
 
@@ -166,7 +166,7 @@ def gate_statistics(gates: Tensor) -> list[Tensor]:
 def distances(blocks: Tensor, config: NSAConfig) -> list[Tensor]:
     """Mean distance in blocks, that of blocks not forced, share of forced; blocks [B, T, HKV, N].
 
-    A query's own block has distance 0; empty slots (-1) count nowhere.
+    A query's own block has distance 0; empty slots (-1) are ignored.
     """
     tokens = torch.arange(blocks.shape[1], device=blocks.device)
     own = (tokens // config.select_block)[:, None, None]
@@ -178,8 +178,8 @@ def distances(blocks: Tensor, config: NSAConfig) -> list[Tensor]:
 
 
 def keys_attended(blocks: Tensor, config: NSAConfig) -> list[Tensor]:
-    """Mean and maximum of the selected keys that a query attends to, and the share of the queries
-    that have the maximum; blocks [B, T, HKV, N] without duplicates. Later keys do not count."""
+    """Mean and maximum number of selected keys that a query attends to, and share of queries that
+    have the maximum; blocks [B, T, HKV, N] without duplicates. Later keys do not count."""
     size = config.select_block
     tokens = torch.arange(blocks.shape[1], device=blocks.device)[:, None, None]
     keys = (tokens + 1 - blocks * size).clamp(0, size) * (blocks >= 0)

@@ -1,7 +1,7 @@
-"""A line at least every ten seconds that says where the training is, whatever else is printed.
+"""Print the position of a training at least every ten seconds, whatever else is printed.
 
-The lines come from a thread of their own, so also from inside a step that does not end. The thread
-needs the GIL now and then: native code that never gives it up silences it, as it does
+The lines come from a separate thread, so they continue during a step that does not end. The thread
+needs the GIL briefly: native code that never releases it silences the thread, as it does
 `stacks_on_signal`; `py-spy dump --pid` shows where that is.
 """
 
@@ -26,20 +26,20 @@ from nsa.lab.measure.timing import mark
 from nsa.lab.observers.deferred import Deferred
 from nsa.lab.observers.watchdog import STEPS, Beside
 
-FIRST_MARKS = 4  # of a GPU's clock, one after the other; later ones are spaced out
+FIRST_MARKS = 4  # of a GPU's clock, in consecutive steps; later ones are spaced out
 
 
 class Heartbeat(Beside):
-    """An observer that tells step, phase, seconds in it, s/step and ETA, at most `every_s` apart.
+    """Observer that reports step, phase, seconds in it, s/step and ETA, at most `every_s` apart.
 
-    Each beat is a line on `out` (None: none) and, with `file`, a JSON object on a line of its own,
-    null for what is not known yet. `loss` is the newest one whose copy has arrived: nothing waits
-    for it. `mib` is what the GPU's allocator has handed out, or on a CPU what the process holds.
-    `detail()`, called from the thread, ends the line with more. A step is where the host is, which
-    may be ahead of the GPU; s/step and ETA are the GPU's own, from events behind losses that have
+    Each beat is a line on `out` (None: none) and, with `file`, a JSON object on its own line, with
+    null for unknown values. `loss` is the newest one whose copy has arrived: nothing waits for it.
+    `mib` is the memory allocated by torch on the GPU, or on a CPU the process's resident memory.
+    `detail()`, called from the thread, adds text to the line. The step is the host's, which may be
+    ahead of the GPU; s/step and ETA are the GPU's own, from events recorded after losses that have
     arrived, and null until two have. On a CPU they are the host's.
 
-    Cost: 1 us of the host's time a step, and every few seconds a copy of a loss and an event.
+    Cost: 1 us of host time per step, and every few seconds a copy of a loss and an event.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Heartbeat(Beside):
         self._sampled = -math.inf
 
     def on_start(self, trainer: Any) -> None:
-        """Takes the schedule's end, the rank and the device from the trainer; starts the beat."""
+        """Read the schedule's end, the rank and the device from the trainer; start the beat."""
         config, parallel = getattr(trainer, "config", None), getattr(trainer, "parallel", None)
         if self.total_steps is None:
             self.total_steps = getattr(config, "steps", None)
@@ -90,15 +90,15 @@ class Heartbeat(Beside):
         few = self._marks.count < FIRST_MARKS if loss.is_cuda else self._loss[0] is None
         if few or now - self._sampled >= self.every_s / 4:
             self._sampled = now
-            # Asked here and not by the thread: in a stuck step the allocator may be locked.
+            # Read here and not by the thread: in a stuck step the allocator may be locked.
             if loss.is_cuda:
                 self._mib = torch.cuda.memory_allocated(loss.device) / MIB
             if not len(self._losses):
-                # an event with a time, behind the work that makes the loss
+                # a timed event, recorded after the work that computes the loss
                 self._losses.put((step, mark(loss.device) if loss.is_cuda else None), loss)
 
     def beat(self) -> dict[str, Any]:
-        """Writes one beat and returns it."""
+        """Write one beat and return it."""
         now = self._clock()
         step, phase, since, began = self._place
         if self._on_gpu:  # whose steps may be much longer than the host's
@@ -108,7 +108,7 @@ class Heartbeat(Beside):
             done, at = step, began
         eta = None
         if pace is not None and self.total_steps is not None:
-            # as if the steps that were begun since `at` were done when they should be
+            # assume that the steps begun since `at` took the median time
             spent = min(now - at, pace * (step + 1 - done))
             eta = max(0.0, pace * (self.total_steps - done) - spent)
         mib = self._mib if self._device.type == "cuda" else resident_mib()
@@ -136,7 +136,7 @@ class Heartbeat(Beside):
         return beat
 
     def close(self) -> None:
-        """Stops the thread, and beats once more."""
+        """Stop the thread, and beat once more."""
         if self._thread is not None:
             super().close()
             self.beat()
@@ -149,11 +149,11 @@ class Heartbeat(Beside):
 
 
 class DeviceMarks:
-    """The ends of a few steps on the device's clock. An event is read once its loss has arrived, so
-    nothing waits, and it does not matter how much later that is noticed.
+    """Ends of a few steps on the device's clock. An event is read once its loss has arrived, so
+    nothing waits, and the delay until then does not matter.
 
-    `pace` is (s/step, how many steps have surely ended, when by the host's clock), or None before
-    two marks: the median over steps, each as long as the mean of the stretch in which it lies.
+    `pace` is (s/step, number of steps that have surely ended, host time of that end), or None
+    before two marks. s/step is the median over steps, each counted with the mean of its stretch.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -161,12 +161,12 @@ class DeviceMarks:
         self._last: tuple[int, Any] | None = None
         self._stretches: deque[tuple[float, int]] = deque(maxlen=STEPS)  # (s/step, steps)
         # The device's seconds since the first mark, and the host's clock when they were 0: the
-        # earliest that was found, for an event is noticed when it happens or later.
+        # earliest estimate, since an event is noticed when it happens or later.
         self._device_s, self._zero = 0.0, math.inf
         self.pace: tuple[float, int, float] | None = None  # one assignment, for the thread
 
     def arrived(self, step: int, event: Any) -> None:
-        """That step's event has happened; steps come in order."""
+        """Add the event of that step, which has happened; call in step order."""
         self.count += 1
         if self._last is not None:
             before, earlier = self._last
@@ -180,7 +180,7 @@ class DeviceMarks:
 
 
 def weighted_median(found: Iterable[tuple[float, int]]) -> float:
-    """The least value with which half of the weights are reached, of (value, weight)."""
+    """Weighted median of (value, weight): the least value that reaches half of the weights."""
     ordered = sorted(found)
     half = sum(weight for _, weight in ordered) / 2
     reached = accumulate(weight for _, weight in ordered)
@@ -188,7 +188,7 @@ def weighted_median(found: Iterable[tuple[float, int]]) -> float:
 
 
 def line(beat: dict[str, Any], total_steps: int | None = None) -> str:
-    """The beat for people: 12:00:10 rank 0 · step 7/500 backward 3.2 s · 0.065 s/step · ..."""
+    """Format a beat: 12:00:10 rank 0 · step 7/500 backward 3.2 s · 0.065 s/step · ..."""
     of = "" if total_steps is None else f"/{total_steps}"
     where = "" if beat["step"] is None else f"step {beat['step']}{of} "
     parts = [f"{where}{beat['phase']} {beat['phase_s']:.1f} s"]

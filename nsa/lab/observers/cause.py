@@ -1,4 +1,4 @@
-"""Where a step stops being finite: the step is run once more, and looked at everywhere."""
+"""Locate where a step stops being finite, by running it once more with all values checked."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from nsa.reference.nsa import BRANCHES
 
 
 def cause(trainer: Trainer, step: int) -> dict[str, Any]:
-    """What this rank finds where it runs step number `step` again, as it is: without compiled
-    blocks, CUDA graph and loss scaling, and changing no weight.
+    """Run step number `step` again on this rank, and return where it is not finite. The rerun uses
+    no compiled blocks, CUDA graph or loss scaling, and changes no weight.
 
-    rank; loss, of its share; weight, the first parameter in the model's order that holds what is
-    not finite; output, the first module whose output does; layer and branch, of whichever of these
-    begins it; gradient, the first parameter with such a gradient, last_gradient, the last one,
-    which the backward reached first, and bad_gradients, how many of `parameters`; largest_weight
-    and largest_gradient as (magnitude, name). None for what is finite.
+    rank; loss, of its share; weight, the first parameter in the model's order with a non-finite
+    value; output, the first module with a non-finite output; layer and branch of the first of these
+    faults; gradient, the first parameter with a non-finite gradient, last_gradient, the last one,
+    which the backward reached first, and bad_gradients, their number out of `parameters`;
+    largest_weight and largest_gradient as (magnitude, name). Finite quantities are None.
 
-    DDP's ranks look at their own gradients, FSDP2's at their shards of the mean; every rank of the
-    latter must ask. Costs the time and memory of a step.
+    DDP's ranks check their own gradients, FSDP2's ranks their shards of the mean; under FSDP2 every
+    rank must call it. Costs the time and memory of a step.
     """
     named = list(trainer.model.named_parameters())
     found: dict[str, Any] = {"rank": trainer.parallel.rank, "parameters": len(named)}
@@ -53,7 +53,7 @@ def cause(trainer: Trainer, step: int) -> dict[str, Any]:
 
 
 def _place(name: str) -> dict[str, Any]:
-    """The layer and branch to which a module or parameter belongs, as far as it does to one."""
+    """Layer and branch to which a module or parameter belongs; None if it belongs to none."""
     words = name.split(".")
     return {
         "layer": next((int(word) for word in words if word.isdigit()), None),
@@ -62,9 +62,9 @@ def _place(name: str) -> dict[str, Any]:
 
 
 def _gradients(trainer: Trainer, loss: Tensor, named: list) -> Iterator[tuple[str, Tensor]]:
-    """(name, gradient) of what has one: under FSDP2 its shard."""
+    """(name, gradient) of each parameter that has one: under FSDP2 its shard."""
     if trainer.parallel.kind != "fsdp":
-        # not .backward(), in which DDP would wait for the others
+        # not .backward(), in which DDP would wait for other ranks
         of = [(name, p) for name, p in named if p.requires_grad]
         found = torch.autograd.grad(loss, [p for _, p in of], allow_unused=True)
         yield from ((name, g) for (name, _), g in zip(of, found, strict=True) if g is not None)
@@ -76,7 +76,7 @@ def _gradients(trainer: Trainer, loss: Tensor, named: list) -> Iterator[tuple[st
 
 
 def _summary(what: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Which of them hold what is not finite, and the largest magnitude of the others."""
+    """First, last and number of the tensors that are not finite, and the others' largest value."""
     named = [(name, x) for name, x in tensors if x.numel()]  # a rank's shard may be empty
     norms = [torch.linalg.vector_norm(x, ord=math.inf).double() for _, x in named]
     values = torch.stack(norms).tolist() if norms else []
@@ -88,7 +88,7 @@ def _summary(what: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]
 
 @contextmanager
 def _as_it_is(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """The model without compiled code; the mapping gets the first output that is not finite."""
+    """Disable the model's compiled code; record the first non-finite output in the mapping."""
     seen: dict[str, Any] = {}
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl]
     hooks = [
@@ -113,7 +113,7 @@ def _look(seen: dict, name: str, module: nn.Module, args: tuple, kwargs: dict, o
     ]
     if not seen and not all(bool(x.isfinite().all()) for x in outputs):
         seen["output"] = name
-    # What goes into o_proj is the branches' gated sum: which of them was it?
+    # The input of o_proj is the branches' gated sum: find the branch.
     if isinstance(module, NSAAttention) and seen.get("output") == f"{name}.o_proj":
         with torch.no_grad():
             arguments = module.arguments(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Which buckets DDP averages gradients in, rank by rank: a trace of the first two steps.
+"""Trace of the buckets in which DDP averages gradients on each rank, in the first two steps.
 
-DDP sees in the first step in which order gradients come, and rebuilds its buckets after it unless
-it looks for unused parameters. The first step alone shows buckets (one for all) that are never used
+DDP observes the order of gradients in the first step, and rebuilds its buckets after it unless it
+looks for unused parameters. The first step alone shows buckets (one for all) that are never used
 again.
 """
 
@@ -22,17 +22,17 @@ _ONE_HOOK = "DDP takes one communication hook only; wrap the model anew to trace
 
 
 class BucketTrace:
-    """An observer that traces DDP's buckets by a communication hook that averages as DDP does.
+    """Observer that traces DDP's buckets by a communication hook that averages as DDP does.
 
     `steps` counts the averaged backwards since the model was wrapped, from 0; a step has one.
-    Gradients are divided by the ranks and summed in their own dtype, as without a hook: to the last
-    bit for 2, 4, 8, ... ranks.
+    Gradients are divided by the number of ranks and summed in their own dtype, as without a hook:
+    bitwise equal for 2, 4, 8, ... ranks.
 
-    A hook cannot be taken off again. After the traced steps it goes on costing a call of Python and
-    one more pass over the gradients for each bucket, which a line on `out` says once.
+    A hook cannot be removed. After the traced steps it still costs a Python call and one more pass
+    over the gradients for each bucket, which a line on `out` reports once.
 
-    Raises ValueError for a model that is not wrapped in DDP or has a hook already, for DDP takes
-    one, and for more than 8 traced steps.
+    Raises ValueError for a model that is not wrapped in DDP or already has a hook, since DDP
+    accepts only one, and for more than 8 traced steps.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class BucketTrace:
         self._step = step
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row a bucket: rank, step, buckets, index, elements, bytes, dtype, is_last, ms, names.
+        """Rows per bucket: rank, step, buckets, index, elements, bytes, dtype, is_last, ms, names.
 
-        `buckets` is "initial" in the first step and "rebuilt" after it, where DDP rebuilds; `ms` is
-        from the moment in which this rank's gradients are there until the average is, waiting for
-        other ranks included; `names` are the bucket's parameters. Waits for the device.
+        `buckets` is "initial" in the first step and "rebuilt" after it, if DDP rebuilds; `ms` is
+        the time from this rank's gradients being ready until the average is, including the wait for
+        other ranks; `names` are the bucket's parameters. Waits for the device.
         """
         while self._timed:
             row, start, end = self._timed.pop()

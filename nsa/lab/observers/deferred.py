@@ -1,4 +1,4 @@
-"""Which steps an observer looks at, and numbers read from the device without waiting for them."""
+"""Sampling of the steps that an observer records, and device values read without waiting."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:  # the command line reads SAMPLED, and loads no torch for its 
     import torch
     from torch import Tensor
 
-SAMPLED = 10  # steps from one to the next in a long run, where looking at all would be paid for
+SAMPLED = 10  # distance of observed steps in a long run, where observing all would be costly
 
 
 class Sampled:
-    """An observer of some steps: of each a `record(number)`, and hooks that exist in those only.
+    """Observer of some steps: one `record(number)` for each, and hooks that exist only in those.
 
-    Observed are the first step asked about, also of a training that is resumed, and each that is a
-    multiple of `every` steps after it; the last `keep` records are kept.
+    It observes the first step that it is called for, also in a resumed training, and every
+    `every`-th step after it; the last `keep` records are kept.
     """
 
     _attach: Callable[[], list[Any]]  # sets the hooks and returns their handles
@@ -44,12 +44,12 @@ class Sampled:
                 Sampled.close(self)
 
     def close(self) -> None:
-        """Takes every hook off the model; rows stay readable."""
+        """Remove every hook from the model; rows stay readable."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def _kept(self, number: int | None) -> Any:
-        """The record of that step, by default the last; ValueError if it was not kept."""
+        """Record of that step, by default the last. Raises ValueError if it was not kept."""
         kept = {record.number: record for record in self._steps}
         if not kept:
             raise ValueError("no step was observed yet; the trainer must have this as an observer")
@@ -59,10 +59,10 @@ class Sampled:
 
 
 class Deferred:
-    """Copies on their way to the host, in the order in which they were put.
+    """Pending copies to the host, in the order in which they were put.
 
-    On a GPU a copy goes to pinned memory behind the work that makes the tensor, with an event
-    behind it: about 20 us of the host's time each. On a CPU the values are there at once.
+    On a GPU a copy to pinned memory is enqueued after the work that computes the tensor, followed
+    by an event: about 20 us of host time each. On a CPU the values are ready at once.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Deferred:
         return len(self._waiting)
 
     def put(self, key: Any, x: Tensor) -> None:
-        """Starts the copy of x as it is now; `key` comes back with it."""
+        """Start the copy of x as it is now; `key` is returned with it."""
         x = x.detach()
         if not x.is_cuda:
             self._waiting.append((key, x.clone(), None))
@@ -85,12 +85,12 @@ class Deferred:
         self._waiting.append((key, host, event))
 
     def ready(self) -> Iterator[tuple[Any, Tensor]]:
-        """Those that have arrived, as far as nothing before them is still missing."""
+        """Copies that have arrived, up to the first that has not."""
         while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].query()):
             yield self._waiting.popleft()[:2]
 
     def all(self, but: int = 0) -> Iterator[tuple[Any, Tensor]]:
-        """Every one of them, but for the last few. Waits for the device."""
+        """Every copy except the last `but`. Waits for the device."""
         while len(self._waiting) > but:
             key, host, event = self._waiting.popleft()
             if event is not None:

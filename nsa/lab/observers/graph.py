@@ -1,4 +1,4 @@
-"""What a loss depends on, read from its autograd graph before any backward."""
+"""Dependencies of a loss, read from its autograd graph before any backward."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 def unreachable(
     loss: Tensor, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> tuple[str, ...]:
-    """Names of the trainable parameters that no gradient of `loss` can reach; 1 to 3 us a node.
+    """Names of the trainable parameters that no gradient of `loss` can reach; 1 to 3 us per node.
 
-    A parameter that is reached may still get a gradient of zeros, or none from a function that
-    returns None for it. A compiled model is one node that reaches all it reads.
+    A reached parameter may still get a gradient of zeros, or none from a function that returns
+    None for it. A compiled model is one node that reaches all its inputs.
 
-    Raises ValueError where the graph does not show it: a reentrant checkpoint, or parameters that
+    Raises ValueError if the graph does not show it: a reentrant checkpoint, or parameters that
     FSDP2 has sharded, whose graph holds their unsharded copies.
     """
     asked = [(name, p) for name, p in named_parameters if p.requires_grad]
@@ -37,7 +37,7 @@ def unreachable(
 
 
 def count_nodes(roots: Iterable[Tensor]) -> int:
-    """How many autograd nodes are behind these tensors, each once; about 1 us a node."""
+    """Count the autograd nodes behind these tensors, each once; about 1 us per node."""
     return sum(1 for _ in _nodes(roots))
 
 

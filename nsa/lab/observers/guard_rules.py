@@ -1,7 +1,7 @@
-"""What `--guard NAME=LIMIT:ACTION` means: limits that a training is held to, and what they compare.
+"""Rules of `--guard NAME=LIMIT:ACTION`: limits of a training, and the quantities they bound.
 
-A guard has one limit or more, each with its action: `warn` says so once, `stop` ends the run in
-order. `NAME=ACTION` alone takes the usual limit, `NAME=off` none.
+A guard has one or more limits, each with its action: `warn` warns once, `stop` ends the run
+cleanly. `NAME=ACTION` alone uses the usual limit, `NAME=off` none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXAMPLE = "--guard memory=60GiB:warn,65GiB:stop"
 
 @dataclass(frozen=True)
 class Level:
-    """One limit; what reaches it is warned of, or stops the run."""
+    """Limit of a guard; reaching it warns or stops the run."""
 
     limit: float
     action: str
@@ -30,7 +30,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Kind:
-    """The record's reason, the usual limit and action, and what a limit counts, with its range."""
+    """Kind of guard: the record's reason, usual limit and action, and a limit's unit and range."""
 
     reason: str
     usual: str | None
@@ -48,8 +48,8 @@ KINDS = {
 
 
 def levels(texts: Iterable[str]) -> dict[str, tuple[Level, ...]]:
-    """The limits of each guard: those of `texts`, as `flat=stop` or `memory=60GiB:warn,65GiB:stop`,
-    else the usual ones. ValueError for what is not of that form, saying what would do."""
+    """Limits of each guard: from `texts`, such as `flat=stop` or `memory=60GiB:warn,65GiB:stop`,
+    else the usual ones. Raises ValueError for any other form, with an example of a valid one."""
     given: dict[str, str | None] = {name: kind.usual for name, kind in KINDS.items()}
     for text in texts:
         name, value = pair(text, EXAMPLE)
@@ -97,7 +97,7 @@ def _limit(name: str, text: str) -> float:
 
 
 def mib(text: str) -> float:
-    """`60GiB` or `512MiB` in MiB. ValueError for any other unit, or none."""
+    """Convert `60GiB` or `512MiB` to MiB. Raises ValueError for any other unit, or none."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(MiB|GiB)\s*", text)
     if found is None or not float(found[1]) > 0:
         raise ValueError(f"{text!r} is no size of memory; write 60GiB or 512MiB")
@@ -105,12 +105,12 @@ def mib(text: str) -> float:
 
 
 def shown_mib(value: float) -> str:
-    """A size for people, always in MiB or GiB."""
+    """Format a size in MiB or GiB."""
     return f"{value / GIB_IN_MIB:.4g} GiB" if value >= GIB_IN_MIB else f"{value:.4g} MiB"
 
 
 def check_memory(found: Sequence[Level], device_mib: float, where: str) -> None:
-    """ValueError for a limit that the device could never reach."""
+    """Raise ValueError for a limit that the device could never reach."""
     for level in found:
         if level.limit > device_mib:
             raise ValueError(
@@ -120,13 +120,13 @@ def check_memory(found: Sequence[Level], device_mib: float, where: str) -> None:
 
 
 def ram_mib() -> float:
-    """What this machine has."""
+    """RAM of this machine in MiB."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def flat(losses: Sequence[float]) -> tuple[float, float] | None:
-    """(median of the first half, of the second) where the second is not lower by more than the
-    standard error of their difference, else None. Medians, so that one odd batch decides nothing.
+    """(median of the first half, of the second) if the second is not lower by more than the
+    standard error of their difference, else None. Medians are robust to a single odd batch.
 
     The standard error of a median is 1.2533 sigma / sqrt(n), and sigma 1.4826 times the median
     distance from it, both for normal noise.
@@ -143,7 +143,7 @@ def flat(losses: Sequence[float]) -> tuple[float, float] | None:
 
 
 def flat_told(before: float, after: float, steps: int, vocab: int | None) -> str:
-    """The finding in words; a loss of ln(vocab) is named as what it is."""
+    """Describe a flat loss in words, with a note if it is flat at ln(vocab)."""
     text = f"the loss has not fallen beyond its noise in {steps} steps ({before:.4f}, {after:.4f})"
     guess = math.log(vocab) if vocab else math.nan
     if abs(after - guess) < 0.02 * guess:

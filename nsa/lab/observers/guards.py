@@ -1,4 +1,4 @@
-"""What ends a training in order: a step that is not finite, a halt file, and what was asked for."""
+"""Guards that end a training cleanly: for a non-finite step, a halt file, or a user's limit."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
 
 LAG = 2  # steps that the host may be ahead of a GPU, so that no step waits for its own numbers
-EVERY = 50  # steps from one look at each parameter's gradient to the next
-BOUND = 10  # left out in a row
-GROWN = 100.0  # a weight of a model that trains is far smaller
-TEXT = 1000  # letters of a halt file that are kept
+EVERY = 50  # steps from one check of each parameter's gradient to the next
+BOUND = 10  # skipped steps in a row
+GROWN = 100.0  # weights of a healthy training are far smaller
+TEXT = 1000  # characters of a halt file that are kept
 KEPT = 2  # checkpoints: the last good one, and the one before it
 
 
 class Stopped(Exception):
-    """A training that ends in order, on all ranks after the same step. `reason` is the record's
-    word for it, the message one sentence, `facts` what it stands on, `advice` what to try."""
+    """Clean end of a training, on all ranks after the same step. `reason` is the record's word for
+    it, the message one sentence, `facts` the evidence, `advice` a list of remedies."""
 
     def __init__(self, reason: str, message: str, step: int, **facts: Any) -> None:
         super().__init__(message)
@@ -49,27 +49,27 @@ class Stopped(Exception):
         self.advice: list[str] = []
 
     def record(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """Convert to plain data for JSON."""
         told = {"reason": self.reason, "message": str(self), "step": self.step}
         return told | {"advice": self.advice} | self.facts
 
 
 class Guards:
-    """An observer that ends a Trainer's run by raising Stopped, after the same step on all ranks.
+    """Observer that ends a Trainer's run by raising Stopped, after the same step on all ranks.
 
-    The trainer's config says what becomes of a step that is not finite ("stop" or "skip"); more
-    than `bound` of them in a row end a run that skips. What counts is the loss of the whole batch
+    The trainer's config sets the action for a non-finite step ("stop" or "skip"); with "skip", more
+    than `bound` of them in a row end the run. The checked values are the loss of the whole batch
     and the gradient's norm before clipping. Under fp16 a norm counts only at a loss scale of 1 or
-    less: above it, the scaled gradient's overflow is everyday, and the scaler skips the step.
+    less: above it, overflow of the scaled gradient is normal, and the scaler skips the step.
 
-    `levels` of `guard_rules.levels` add limits. flat: the loss did not fall beyond its noise in so
-    many steps. collapse: so large a share of a layer's gates, `write`n by an AttentionStats, has
-    nearly all of its sum in one branch. zero: a parameter's gradient was exactly 0 in so many looks
-    in a row, EVERY steps apart. memory: the most that the GPU's allocator has handed out, or on a
-    CPU what the process holds. What is reached is warned of once (`warnings`), or ends the run.
+    `levels` of `guard_rules.levels` add limits. flat: number of steps in which the loss did not
+    fall beyond its noise. collapse: share of a layer's gates, `write`n by an AttentionStats, that
+    have nearly all of their sum in one branch. zero: number of consecutive checks, EVERY steps
+    apart, in which a parameter's gradient was exactly 0. memory: peak of the GPU's allocator, or on
+    a CPU the process's resident memory. A reached limit warns once (`warnings`) or ends the run.
 
-    Cost: on a GPU a copy of 16 bytes a step; the host is never more than LAG steps ahead. With
-    several ranks one collective of 8 bytes a step, which is the trainer's.
+    Cost: on a GPU a copy of 16 bytes per step; the host is never more than LAG steps ahead. With
+    several ranks one collective of 8 bytes per step, issued by the trainer.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Guards:
         self._rows: list[tuple[int, float, float]] = []
         self._last: tuple[float, float] | None = None
         self._arriving = Deferred()
-        self._wish = ("", "")  # this rank's reason and message, which others have not heard of yet
+        self._wish = ("", "")  # this rank's reason and message, not yet sent to the others
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.config.nonfinite is None:
@@ -123,26 +123,26 @@ class Guards:
             raise Stopped(*self._wish, step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes a look of AttentionStats, whose writer this is."""
+        """Check the statistics of an AttentionStats that has this as a writer."""
         if self._trainer.model.config.force_branch:
-            return  # whose gates are 1 and 0 because they were asked to be
+            return  # gates are 1 and 0 by configuration
         shares = {k: v for k, v in values.items() if k.endswith("/collapse_share")}
         name, share = max(shares.items(), key=lambda each: each[1], default=("", 0.0))
         text = f"{share:.0%} of the gates of {name.partition('/')[0]} are nearly all in one branch"
         self._see("collapse", step, share, text)
 
     def settle(self) -> None:
-        """Judges every step taken. Waits for the device."""
+        """Check every step taken so far. Waits for the device."""
         self._judge(0)
 
     def take(self) -> list[tuple[int, float, float]]:
-        """(step, loss, gradient norm) of the steps judged since the last call; losses are means
-        over ranks, norms those of the whole model before clipping."""
+        """(step, loss, gradient norm) of the steps checked since the last call; losses are means
+        over ranks, norms are of the whole model before clipping."""
         rows, self._rows = self._rows, []
         return rows
 
     def told(self) -> str:
-        """The newest gradient norm and the number of steps left out, for a heartbeat's line."""
+        """Newest gradient norm and number of skipped steps, as text for a heartbeat's line."""
         parts = ["no gradient yet" if self._last is None else f"grad norm {self._last[1]:.3g}"]
         if self.left_out:
             parts.append(f"{self.left_out} step(s) left out")
@@ -162,7 +162,7 @@ class Guards:
                 raise Stopped(*self._wish, self._trainer.steps_done - 1)
 
     def _look_at_loss(self, step: int, loss: float) -> None:
-        """Asks every quarter of a limit, for a trend does not change in a step."""
+        """Check for a flat loss every quarter of a limit, since trends do not change in a step."""
         if math.isfinite(loss):
             self._losses.append(loss)
         for level in self.levels["flat"]:
@@ -197,7 +197,7 @@ class Guards:
             self._see("zero", step, looks, f"{text}, {EVERY} steps apart")
 
     def _see(self, name: str, step: int, value: float, text: str) -> None:
-        """Warns, or asks for the end, at each limit that `value` reaches for the first time."""
+        """Warn, or request the end of the run, at each limit that `value` first reaches."""
         for level in self.levels[name]:
             if value < level.limit or (name, level) in self._told:
                 continue
@@ -237,14 +237,14 @@ class Guards:
         self._ask("halted", f"the halt file {file} {said}")
 
     def _ask(self, reason: str, message: str) -> None:
-        """Ends the run after this step; with other ranks, when they have heard of it."""
+        """End the run after this step; with several ranks, once all have received the vote."""
         if not self._wish[0]:
             self._wish = (reason, message)
             self._trainer.vote()
 
 
 def explained(stopped: Stopped, trainer: Trainer) -> Stopped:
-    """The same with all that ranks know of it, alike on each of them. All ranks must call."""
+    """Extend `stopped` by the findings of all ranks, equal on each. All ranks must call it."""
     place = trainer.parallel
     if stopped.reason != "non_finite":
         wishes = _of_all(place, (stopped.reason, str(stopped)))
@@ -254,7 +254,7 @@ def explained(stopped: Stopped, trainer: Trainer) -> Stopped:
         mine = cause(trainer, stopped.step)
     except (
         Exception
-    ) as error:  # the step that is told of ends the run, not what looks for its cause
+    ) as error:  # the run ends for its step, not for an error in the search for the cause
         mine = {"rank": place.rank, "error": f"{type(error).__name__}: {error}"}
     causes = _of_all(place, mine)
     told = f"{stopped}; {place_of(causes)}"
@@ -264,7 +264,7 @@ def explained(stopped: Stopped, trainer: Trainer) -> Stopped:
 
 
 def place_of(causes: list[dict[str, Any]]) -> str:
-    """Where it began, in words, from what every rank found."""
+    """Describe in words where the fault began, from the causes that all ranks found."""
 
     def first(name: str) -> dict[str, Any] | None:
         return next((c for c in causes if c.get(name) is not None), None)
@@ -307,7 +307,7 @@ def place_of(causes: list[dict[str, Any]]) -> str:
 
 
 def advice(causes: list[dict[str, Any]], config: TrainConfig, step: int) -> list[str]:
-    """What to try, most likely first."""
+    """Remedies to try, most likely first."""
     weights = [c["largest_weight"] for c in causes if c.get("largest_weight")]
     value, name = max(weights, default=(0.0, ""))
     grown = value > GROWN
@@ -323,7 +323,7 @@ def advice(causes: list[dict[str, Any]], config: TrainConfig, step: int) -> list
 
 
 def _of_all(place: Parallel, mine: Any) -> list[Any]:
-    """What each rank brings, in the order of ranks."""
+    """Gather `mine` of each rank, in rank order."""
     if place.ranks == 1:
         return [mine]
     everyone: list[Any] = [None] * place.ranks
@@ -332,7 +332,7 @@ def _of_all(place: Parallel, mine: Any) -> list[Any]:
 
 
 def check_weights(trainer: Trainer) -> None:
-    """Raises Stopped, on all ranks alike, where a weight is not finite. Waits for the device."""
+    """Raise Stopped on all ranks if a weight is not finite. Waits for the device."""
     bad = [(~local(p.detach()).isfinite()).any() for p in trainer.parameters]
     if float(trainer.parallel.mean(torch.stack(bad).any().float())) > 0.0:
         facts, step = {"quantity": "weights", "value": "not finite"}, trainer.steps_done - 1
@@ -341,8 +341,8 @@ def check_weights(trainer: Trainer) -> None:
 
 
 def save(trainer: Trainer, folder: Path) -> str:
-    """A checkpoint, told by its place in the run. Raises Stopped where its weights are not finite,
-    and the last one stays."""
+    """Save a checkpoint, and return its path in the run. Raises Stopped if its weights are not
+    finite, and keeps the previous one."""
     check_weights(trainer)
     trainer.save(folder)
     if trainer.parallel.rank == 0:
@@ -352,9 +352,9 @@ def save(trainer: Trainer, folder: Path) -> str:
 
 
 def save_or_say(trainer: Trainer, folder: Path) -> str:
-    """As `save`, but that a full disk costs the checkpoint alone, and not what was measured."""
+    """Call `save`, but return a message on OSError: a full disk must not end the measurement."""
     try:
         return save(trainer, folder)
-    except OSError as error:  # rank 0's, which alone writes; the others wait for it
+    except OSError as error:  # on rank 0, the only one that writes; the others wait for it
         trainer.parallel.barrier()
         return f"not kept: {error.strerror or error}"

@@ -1,4 +1,4 @@
-"""What was attributed of a step's memory, as plain values and as a page."""
+"""Attribution of a step's memory, as plain values and as a text page."""
 
 from functools import partial
 from typing import Any
@@ -13,8 +13,8 @@ SHOWN, LEAST = 15, 0.001  # rows of the table that are printed, at most, and the
 
 
 def told(found: Attribution) -> dict[str, Any]:
-    """The plain values of an attribution, in MiB: the peak and its phase, what the backward
-    changes by category, statistics by torch's names, and the table with the share that it tells."""
+    """Plain values of an attribution, in MiB: the peak and its phase, changes by the backward per
+    category, statistics by torch's names, and the table with the share that it explains."""
     rows = found.rows()
     named = [row for row in rows if is_told(row)]
     lives, at = found.lives, {"peak": found.at}
@@ -43,7 +43,7 @@ def told(found: Attribution) -> dict[str, Any]:
 
 
 def is_told(row: dict[str, Any]) -> bool:
-    """Whether the row says which line allocated it, or whose of the model it is."""
+    """True if the row has the line that allocated it, or was there before and has a module."""
     return bool(row["line"] or (row["phase"] == BEFORE and row["module"]))
 
 
@@ -59,7 +59,7 @@ def _in(phase: str) -> str:
 
 
 def text(record: dict[str, Any]) -> str:
-    """The record as a page."""
+    """Format the record as a text page."""
     held, peak = record["held_mib"], record["peak_mib"]
     size = partial(_size, unit="GiB" if peak >= 2048 else "MiB")
     lines = [

@@ -1,4 +1,4 @@
-"""One step's memory, told: what is held at the peak, by whom, and what the backward changes."""
+"""Memory of one step: allocations held at the peak, their owners, and the backward's changes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MOST_ENTRIES = 2_000_000  # of torch's own history
 
 
 def chosen(asked: str, steps: range, profiled: range, graph: bool) -> int | None:
-    """The step of a training that `asked` names, its number or SECOND; None for "". ValueError for
-    one that is not among `steps`, that is profiled, or that a CUDA graph replays."""
+    """Step number that `asked` names, a number or SECOND; None for "". Raises ValueError for a step
+    that is not among `steps`, that is profiled, or that a CUDA graph replays."""
     if not asked:
         return None
     if graph:
@@ -54,15 +54,15 @@ def chosen(asked: str, steps: range, profiled: range, graph: bool) -> int | None
 
 
 class MemorySnapshot:
-    """Records step number `step`, counted from 0, and leaves it in `folder`: memory-rankK.json with
-    everything, .csv with the table of who holds the peak, .txt for a reader; on a GPU also .pickle,
-    which torch's memory_viz reads, and memory-summary-rankK.txt.
+    """Record step number `step`, counted from 0, to `folder`: memory-rankK.json with all data, .csv
+    with the table of the peak's owners, .txt for readers; on a GPU also .pickle, which torch's
+    memory_viz reads, and memory-summary-rankK.txt.
 
-    An observer of a Trainer; or by hand, begin(i) and end(i) around whatever a stranger's step i
-    does, whose phases are found where this process calls a backward or an optimizer. `close` tells
-    of a step that was never reached or never ended. What goes wrong here is told there too, and
-    ends no training. Other steps cost nothing; this one takes about 60 us a call of torch's longer,
-    and on a GPU it resets the peak of torch's statistics.
+    Use it as an observer of a Trainer; or call begin(i) and end(i) around step i of any other loop,
+    whose phases are detected from its calls of backward and optimizers. `close` reports a step that
+    was never reached or never ended, and errors of this class, which do not end the training. Other
+    steps cost nothing; this one takes about 60 us longer per torch call, and on a GPU it resets the
+    peak of torch's statistics.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class MemorySnapshot:
                 self._safely(self._finish)
 
     def begin(self, step: int) -> None:
-        """Before a stranger's step."""
+        """Begin a step of a loop without a Trainer."""
         if step == self.step and not self.done:
             for owner, name in ((torch.Tensor, "backward"), (torch.autograd, "backward"),
                                 (torch.autograd, "grad")):  # fmt: skip
@@ -114,13 +114,13 @@ class MemorySnapshot:
             self._entered("forward")
 
     def end(self, step: int) -> None:
-        """After it."""
+        """End a step of a loop without a Trainer."""
         self._last = step
         if step == self.step:
             self._end()
 
     def close(self) -> None:
-        """Writes what there is of a step that failed, and says so of one that never came."""
+        """Write the partial record of a failed step, or a note on a step that was never reached."""
         if self._closed:
             return
         self._closed = True
@@ -150,7 +150,7 @@ class MemorySnapshot:
         return self.folder / f"{stem}-rank{self.rank}{suffix}"
 
     def _safely(self, do: Callable[..., Any], *args: Any) -> None:
-        """A training does not end for its snapshot's sake."""
+        """Call `do`, and turn its errors into notes: they must not end the training."""
         try:
             do(*args)
         except Exception as error:
@@ -173,7 +173,7 @@ class MemorySnapshot:
         self._entered("optimizer")
 
     def _entered(self, name: str, *_: Any) -> None:
-        """A stranger's phase begins, unless it is under way."""
+        """Begin a detected phase, unless it is already the current one."""
         recorder = self._recorder
         if recorder is not None and recorder.phases[-1:] != [name]:
             self._safely(self._phase, name)
@@ -208,7 +208,7 @@ class MemorySnapshot:
         if device.type == "cuda":
             self._history()
             torch.cuda.reset_peak_memory_stats(device)
-        ranges = Ranges(self._model, lines=True)  # on a GPU, too: NVTX is for others
+        ranges = Ranges(self._model, lines=True)  # on a GPU, too: NVTX is for other tools
         if not compiled:
             ranges.attach()
         self._on.callback(ranges.close)
@@ -227,8 +227,8 @@ class MemorySnapshot:
         self._borders.append((dict(statistics), summary))
 
     def _history(self, recorder: Attributing | None = None) -> None:
-        """torch's own: begins, or where a recorder is given ends in torch's snapshot file, and
-        tells that one the lines that it has not."""
+        """Start torch's memory history or, given a recorder, write it to torch's snapshot file and
+        fill in the lines that the recorder lacks."""
         history = torch.cuda.memory._record_memory_history
         if torch.cuda.get_allocator_backend() != "native":
             if recorder is None:
@@ -273,7 +273,7 @@ class MemorySnapshot:
         self.done = True
 
     def _compare(self, found: Attribution, record: dict[str, Any]) -> None:
-        """torch's own statistics where it has any; and whether both have the same peak."""
+        """Record torch's own statistics, if any, and a cross-check of the two peaks."""
         if found.around("backward") is None:
             self.notes.append(
                 f"no backward was seen in step {self.step}: a CUDA graph replays without phases, "
@@ -299,7 +299,7 @@ class MemorySnapshot:
 
 
 def _something_was_compiled(model: nn.Module | None) -> bool:
-    """In this process, or will be when the model is called."""
+    """True if this process has compiled code, or will when the model is called."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     waiting = (
         (hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()) if model else ()

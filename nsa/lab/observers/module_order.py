@@ -1,4 +1,4 @@
-"""In which order the modules' backwards run, and where a step stopped."""
+"""Order in which the modules' backwards run, and the module at which a step stopped."""
 
 import time
 from collections import Counter
@@ -23,7 +23,7 @@ class _Step:
 
 
 def refuse_without_hooks(trainer: Any) -> None:
-    """Raises ValueError for compiled models and replayed CUDA graphs."""
+    """Raise ValueError for compiled models and replayed CUDA graphs."""
     config = getattr(trainer, "config", None)
     for name in ("compile", "cuda_graph"):
         if getattr(config, name, False):
@@ -31,15 +31,15 @@ def refuse_without_hooks(trainer: Any) -> None:
 
 
 class ModuleOrder(Sampled):
-    """An observer that notes when each module instance's backward begins, and where it is now.
+    """Observer that records when each module's backward begins, and the current module.
 
     A module's backward begins when the node that made its output is about to run: outer modules
     before inner ones that share it. Hooks are on nodes and not on tensors, so in-place operations
-    on outputs stay legal. Times are the host's. Works under DDP and with checkpointing: a layer
-    that is recomputed appears once. `every` and `keep` are those of `Sampled`.
+    on outputs stay legal. Times are the host's. Works under DDP and with checkpointing: a
+    recomputed layer appears once. `every` and `keep` are those of `Sampled`.
 
-    Cost: 6 us of the host's time for each module in an observed step where nothing else is in its
-    caches, 15 in a step of 54 ms.
+    Cost: 6 us of host time for each module in an observed step with otherwise empty caches, 15 us
+    in a step of 54 ms.
     """
 
     def __init__(self, model: nn.Module, *, every: int = 1, keep: int = 10) -> None:
@@ -59,17 +59,17 @@ class ModuleOrder(Sampled):
             self._now.began = time.perf_counter()
 
     def here(self) -> str:
-        """The place in words; `Heartbeat(detail=order.here)` adds it to every line."""
+        """Current place in words; `Heartbeat(detail=order.here)` adds it to every line."""
         step, phase, module = self.last
         if step is None:
             return "no step was observed yet"
         return f"step {step}, {phase}" + (f" in {module}" if module else "")
 
     def rows(self, step: int | None = None) -> list[dict[str, Any]]:
-        """A row for each backward of a module: step, micro, order, name, ms since backward began.
+        """One row per backward of a module: step, micro, order, name, ms since backward began.
 
-        `micro` counts the backwards of a step (accumulation). Default: the last step observed.
-        ValueError for a step that is not kept.
+        `micro` counts the backwards of a step (accumulation). Default: the last observed step.
+        Raises ValueError for a step that is not kept.
         """
         record = self._kept(step)
         began: dict[tuple[int, str], float] = {}

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, phase by phase."""
+"""Time of a step, split by phase."""
 
 import time
 from collections import defaultdict, deque
@@ -13,14 +13,14 @@ BETWEEN = "between"  # from the end of one step to the start of the next
 
 
 class PhaseTimes:
-    """An observer that times data, forward, backward, optimizer and what lies between two steps.
+    """Observer that times data, forward, backward, optimizer and the time between two steps.
 
-    On a GPU a phase lasts from the moment in which the device gets to its start to that in which it
-    gets to the next one's, gaps included in which it waits for the host; `host_ms` is what the host
-    needed to issue the phase. Nothing is read before the device is done with it. A phase that comes
-    more than once in a step (accumulation) counts as the sum.
+    On a GPU a phase lasts from when the device reaches its start until it reaches the start of the
+    next, including gaps in which it waits for the host; `host_ms` is the time in which the host
+    issued the phase. Nothing is read before the device has completed it. A phase that occurs more
+    than once in a step (accumulation) counts as the sum.
 
-    Cost: 4 us of the host's time a step on a CPU, and on a GPU an event a phase.
+    Cost: 4 us of host time per step on a CPU, and on a GPU one event per phase.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PhaseTimes:
             self._read(wait=False)
 
     def steps(self) -> list[dict[str, Any]]:
-        """A row for each step and phase: step, phase, ms, host_ms. Waits for the device."""
+        """One row per step and phase: step, phase, ms, host_ms. Waits for the device."""
         self._read(wait=True)
         return [
             {"step": step, "phase": phase, "ms": ms, "host_ms": host_ms}
@@ -51,7 +51,7 @@ class PhaseTimes:
         ]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each phase: phase, median_ms, share of all phases' time together, host_ms
+        """One row per phase: phase, median_ms, share of the total time of all phases, host_ms
         (median), steps. Waits for the device."""
         found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         for row in self.steps():

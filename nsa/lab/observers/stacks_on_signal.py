@@ -1,10 +1,10 @@
-"""Every thread's Python stack on SIGUSR1, for a training that goes on afterwards.
+"""Python stacks of all threads on SIGUSR1, for a training that goes on afterwards.
 
 faulthandler writes them from inside the signal handler, without the GIL, so it reads frames of
-threads that run: one in 180 of its dumps ended a process whose second thread did nothing but call
+running threads: one in 180 of its dumps ended a process whose second thread did nothing but call
 functions (Python 3.11), and in a backward on a GPU a second thread calls all the time. Here a
-thread of its own waits for the signal and writes while it holds the GIL. Code that keeps the GIL
-keeps it waiting, too; py-spy shows that.
+separate thread waits for the signal and writes while it holds the GIL. Code that keeps the GIL
+blocks this thread, too; py-spy shows that.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from typing import TextIO
 
 @contextlib.contextmanager
 def stacks_on_signal(file: TextIO | str | os.PathLike | None = None) -> Iterator[None]:
-    """While this is open, SIGUSR1 writes the stack of every thread to `file`, stderr by default.
+    """Write the stack of every thread to `file` (default: stderr) on SIGUSR1, inside the `with`.
 
-    Innermost frame first, as faulthandler does. Within milliseconds, also during a backward, and in
-    native code that lets the GIL go. A path is opened for appending. Call it from the main thread:
-    elsewhere Python takes no signals, and raises ValueError.
+    The innermost frame is first, as in faulthandler. It takes milliseconds, also in a backward, and
+    in native code that releases the GIL. A path is opened for appending. Call it from the main
+    thread: elsewhere Python accepts no signal handlers, and raises ValueError.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(file, str | os.PathLike):
@@ -36,7 +36,7 @@ def stacks_on_signal(file: TextIO | str | os.PathLike | None = None) -> Iterator
         stack.callback(signal.signal, signal.SIGUSR1, after)
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # the descriptor that was written to before, -1 for none, still is
+        # the previous wakeup descriptor, -1 for none, is still written to
         other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
         def serve() -> None:
@@ -61,7 +61,7 @@ def stacks_on_signal(file: TextIO | str | os.PathLike | None = None) -> Iterator
 
 
 def stacks() -> str:
-    """All threads but the one that asks, in faulthandler's format, each with its name."""
+    """Stacks of all threads except the calling one, in faulthandler's format, with thread names."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own, main = threading.get_ident(), threading.main_thread().ident
     found = []

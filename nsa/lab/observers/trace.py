@@ -1,4 +1,4 @@
-"""A few steps under torch's profiler: a trace with named ranges, and tables of their time."""
+"""Profile a few steps with torch's profiler: a trace with named ranges, and tables of times."""
 
 import csv
 import itertools
@@ -24,20 +24,20 @@ from nsa.lab.measure.timing import wait
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes
 
 PHASES = ("data", "forward", "backward", "optimizer", "graph")
-STEP = "step "  # and its number: the range around one
+STEP = "step "  # name of the range around a step, followed by its number
 SHOWN = 10  # rows of a table that are printed
 
 
 class Ranges:
-    """An observer that opens named ranges for whoever looks on, torch's profiler or NSight: each
-    step, its phases, and inside them every call of a module by its name. On a GPU they are NVTX
-    ranges as well.
+    """Observer that opens named ranges for torch's profiler or NSight: each step, its phases, and
+    inside them every call of a module, under the module's name. On a GPU they are NVTX ranges as
+    well.
 
-    Compiled models and CUDA graphs run no hooks of modules: there the phases are all. Cost: 12 us
-    of the host's time for each module and step.
+    Compiled models and CUDA graphs run no module hooks: there only phases have ranges. Cost: 12 us
+    of host time for each module and step.
 
-    model None: of whatever modules are called; `roots` are those outside which none was. lines: a
-    module's range says which line called it, for nsa.lab.measure.attribution.
+    model None: ranges of all modules that are called; `roots` are the outermost ones. lines: a
+    module's range includes the line that called it, for nsa.lab.measure.attribution.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Ranges:
         self.roots: list[nn.Module] = [] if model is None else [model]
         self._names: dict[nn.Module, str] = {}
         self._open = threading.local()  # a recomputed block runs in autograd's own thread
-        self.hooked, self._hooks = True, []  # whether modules have ranges
+        self.hooked, self._hooks = True, []  # hooked: True if modules have ranges
 
     def on_start(self, trainer: Any) -> None:
         config = getattr(trainer, "config", None)
@@ -56,7 +56,7 @@ class Ranges:
         self.hooked = not any(getattr(config, name, False) for name in names)
 
     def on_phase(self, name: str, step: int) -> None:
-        self._close()  # the phase before, or what an exception left open
+        self._close()  # the previous phase, or a range that an exception left open
         if name == "end":
             self._close()
             return
@@ -68,13 +68,13 @@ class Ranges:
         self._enter(name)
 
     def close(self) -> None:
-        """Ends every range of this thread, and takes the hooks off."""
+        """End every range of this thread, and remove the hooks."""
         self._close(all_of_them=True)
         while self._hooks:
             self._hooks.pop().remove()
 
     def attach(self) -> None:
-        """Modules have ranges from here on, until `close`."""
+        """Open ranges for modules, until `close`."""
         if self._model is None:
             modules, enter = nn.modules.module, self._before_any
             self._hooks = [
@@ -122,8 +122,8 @@ class Ranges:
 
 
 class StepTrace:
-    """An observer that profiles `steps`, at other times costs nothing, and writes a Chrome trace
-    (`file`, .json.gz) that Perfetto opens; then `report` has its tables.
+    """Observer that profiles `steps`, costs nothing in others, and writes a Chrome trace (`file`,
+    .json.gz) that Perfetto opens; then `report` returns its tables.
 
     Observed steps are slower: a microsecond or two for each operator, and the first needs a second
     or more to start the profiler. Waits for the device before the first and after the last.
@@ -138,7 +138,7 @@ class StepTrace:
         self._ranges = Ranges(model, device)
         self._times = PhaseTimes(device)
         self._profile: ExitStack | None = ExitStack()
-        self._seen: Any = None  # torch's profile, from its start on
+        self._seen: Any = None  # torch's profile, once started
         self._trainer: Any = None
         self.done = False
 
@@ -160,7 +160,7 @@ class StepTrace:
             self.close()
 
     def close(self) -> None:
-        """Ends the profile, also one that a failed step cut short, and writes its trace."""
+        """End the profile, also one that a failed step cut short, and write its trace."""
         if self._seen is None or self._profile is None:
             return
         self._ranges.close()
@@ -172,7 +172,7 @@ class StepTrace:
         self._seen.export_chrome_trace(str(self.file))
 
     def report(self) -> "Report":
-        """Raises ValueError where the steps were not all taken."""
+        """Tables of the profile. Raises ValueError if not all of the steps were taken."""
         if not self.done:
             raise ValueError(f"steps {self.steps.start} to {self.steps.stop} were not all taken")
         tree = self._seen.profiler.kineto_results.experimental_event_tree()
@@ -214,7 +214,7 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class Report:
-    """Tables of a profile, a list of rows each: `phases`, {phase, host_ms, device_ms} a step, the
+    """Tables of a profile, each a list of rows: `phases`, {phase, host_ms, device_ms} per step, the
     step itself last; `kernels`, see `kernels.top`."""
 
     steps: range
@@ -225,13 +225,13 @@ class Report:
 
     @property
     def accounted(self) -> float:
-        """The phases' sum over the step, of the device's time on a GPU, else of the host's."""
+        """Ratio of the phases' sum to the step, in device time on a GPU, else in host time."""
         column = "device_ms" if self.on_gpu else "host_ms"
         *phases, step = (row[column] or 0.0 for row in self.phases)
         return sum(phases) / step
 
     def write(self, folder: Path) -> None:
-        """profile-phases.csv, -kernels.csv where there are such rows, and profile.txt, which is
+        """Write profile-phases.csv and -kernels.csv, if they have rows, and profile.txt, which is
         str(report)."""
         for name in ("phases", "kernels"):
             if rows := getattr(self, name):
@@ -257,8 +257,8 @@ class Report:
 def columns(
     rows: list[dict[str, Any]], formats: dict[str, str], left: Collection[str] = ()
 ) -> list[str]:
-    """The rows as text, a heading first; columns of None alone are left out. left: the names of
-    those that are even at the left."""
+    """Format the rows as text, a heading first; columns of None alone are left out. left: names of
+    left-aligned columns."""
     names = [n for n in (rows[0] if rows else ()) if any(row[n] is not None for row in rows)]
 
     def text(name: str, value: Any) -> str:

@@ -1,7 +1,8 @@
-"""How many weights each optimizer step really changes: bf16 weights round small updates away.
+"""Share of weights that each optimizer step changes: bf16 weights round small updates away.
 
-A bf16 number has 8 significant bits, so an update below 1/512 to 1/256 of a weight leaves it as it
-is. fp32 weights, which autocast keeps, have 24 bits and lose nothing at any usual learning rate.
+A bf16 number has 8 significant bits, so an update below 1/512 to 1/256 of a weight leaves it
+unchanged. fp32 weights, which autocast keeps, have 24 bits and lose nothing at any usual learning
+rate.
 """
 
 from typing import Any
@@ -11,9 +12,9 @@ from torch import Tensor
 
 
 class Updates:
-    """An observer of a Trainer that compares all weights before and after each optimizer step.
+    """Observer of a Trainer that compares all weights before and after each optimizer step.
 
-    Costs a copy of the weights, and a pass over both of them a step; nothing waits for a GPU.
+    Costs a copy of the weights, and one pass over both copies per step; nothing waits for a GPU.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -31,7 +32,7 @@ class Updates:
             self._before = []
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row a step: step, the share of weights that it changed, their dtype. Waits."""
+        """One row per step: step, changed (share of weights), weights (dtype). Waits for a GPU."""
         total = sum(p.numel() for p in self._parameters)
         dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in self._parameters})
         return [

@@ -1,7 +1,7 @@
-"""Tells when a training stands still, by its own pace, and where; nothing is ended.
+"""Report a training that stalls, judged by its own pace, and where; nothing is ended.
 
-What it costs is a thread that looks at a clock. Who waits for whom, and whether it can ever go on,
-is what `whyhung attach PID --all-ranks` and `whyhung watch` find out, which look from outside.
+The cost is a thread that reads a clock. Which rank waits for which, and whether the training can
+ever go on, is found from outside by `whyhung attach PID --all-ranks` and `whyhung watch`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from nsa.lab.observers.stacks_on_signal import stacks
 
 STEPS = 50  # whose median, or slowest, is the pace
-FACTOR = 5.0  # so many times the slowest step is no longer slow
+FACTOR = 5.0  # multiple of the slowest step at which a step counts as stalled
 LEAST_S = 60.0  # a hiccup of a disk or a network takes seconds
 POLL_S = 1.0
 
 
 class Beside:
-    """An observer that notes where the run is, and a thread that looks at it every few seconds.
+    """Observer that records where the run is, and a thread that checks it every few seconds.
 
-    A step counts from its "data" to the next one's, so what lies between two steps does, too.
+    A step lasts from its "data" to the next one's, so the time between two steps is included.
     """
 
     def __init__(self, name: str, poll_s: float, clock: Callable[[], float]) -> None:
@@ -40,7 +40,7 @@ class Beside:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread; nothing happens if it runs already."""
+        """Start the thread; do nothing if it runs already."""
         if self._thread is None:
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -55,7 +55,7 @@ class Beside:
         self._place = (step, name, now, began)
 
     def close(self) -> None:
-        """Stops the thread."""
+        """Stop the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -74,12 +74,12 @@ class Beside:
 
 
 class Watchdog(Beside):
-    """An observer that reports a step which takes FACTOR times the slowest of the last STEPS.
+    """Observer that reports a step which takes FACTOR times the slowest of the last STEPS.
 
-    In `aside` nothing is judged. Before one step has ended there is no pace to judge by. A report
-    is a line on stderr, the stacks of all threads in `file`, and a row of `reports`; one more line
-    says when the run goes on. Native code that never gives up the GIL silences it, as it does the
-    heartbeat.
+    Inside `aside` nothing is judged, and neither is anything before one step has ended. A report is
+    a line on stderr, the stacks of all threads in `file`, and a row of `reports`; another line
+    follows when the run goes on. Native code that never releases the GIL silences it, as it does
+    the heartbeat.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Watchdog(Beside):
         judges: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """judges: False only notes where the run is."""
+        """judges: if False, only record where the run is."""
         super().__init__("nsa:watchdog", POLL_S, clock)
         self.reports: list[dict[str, Any]] = []
         self._file, self._rank, self._judges = file and Path(file), rank, judges
@@ -106,7 +106,7 @@ class Watchdog(Beside):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Around what is no step: an evaluation, a checkpoint."""
+        """Suspend the watchdog for work outside of steps: an evaluation, a checkpoint."""
         self._goes_on()
         step, phase, *_ = self._place
         self._place = (step, phase, self._clock(), None)
@@ -116,11 +116,11 @@ class Watchdog(Beside):
             self._place = (None, phase, self._clock(), None)
 
     def bound_s(self) -> float | None:
-        """How long a step may take; None before one has ended."""
+        """Longest time that a step may take, in seconds; None before one has ended."""
         return max(LEAST_S, FACTOR * max(self._seconds)) if self._seconds else None
 
     def check(self) -> None:
-        """Reports the step that takes too long, once."""
+        """Report the current step if it takes too long, once."""
         (step, phase, _, began), bound = self._place, self.bound_s()
         if began is None or bound is None or self._told is not None:
             return

@@ -1,4 +1,4 @@
-"""Losses and statistics into files, without a step waiting for them."""
+"""Write losses and statistics to files without making a step wait."""
 
 import os
 import time
@@ -15,12 +15,12 @@ HEADER = "iso,step,name,value\n"
 
 
 class _Writer:
-    """An observer that writes losses once their copies have arrived, in the order of the steps.
+    """Observer that writes losses once their copies have arrived, in step order.
 
-    Cost: 6 us of the host's time a step for a CsvWriter, and on a GPU a copy of 4 bytes.
+    Cost: 6 us of host time per step for a CsvWriter, and on a GPU a copy of 4 bytes.
     """
 
-    _out: Any  # what is closed at the end
+    _out: Any  # closed at the end
 
     def __init__(self) -> None:
         self._losses = Deferred()
@@ -30,13 +30,13 @@ class _Writer:
         self._put_losses(self._losses.ready())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes numbers that are on the host already, as AttentionStats hands them over."""
+        """Write numbers that are already on the host, such as those of AttentionStats."""
         now = time.time()
         for name, value in values.items():
             self._put(step, name, float(value), now)
 
     def close(self) -> None:
-        """Writes what is still on its way and closes the file. Waits for the device."""
+        """Write pending losses and close the file. Waits for the device."""
         self._put_losses(self._losses.all())
         self._out.close()
 
@@ -49,10 +49,10 @@ class _Writer:
 
 
 class CsvWriter(_Writer):
-    """One row a number: iso,step,name,value. "loss" from the steps, other names from `write`.
+    """Write one CSV row per number: iso,step,name,value. "loss" per step, other names by `write`.
 
-    A run that is killed loses the few steps that the device was behind. A file that is there is
-    continued; a row cut short at its end is dropped first.
+    A killed run loses the few steps by which the device was behind. An existing file is continued;
+    an incomplete row at its end is dropped first.
 
     Raises ValueError for a file that is not such a table.
     """
@@ -72,9 +72,9 @@ class CsvWriter(_Writer):
 
 
 class TensorBoardWriter(_Writer):
-    """Scalars for TensorBoard in `folder`: "loss", and other names from `write`.
+    """Write scalars for TensorBoard to `folder`: "loss", and other names from `write`.
 
-    Raises ModuleNotFoundError without the package tensorboard, saying how to install it.
+    Raises ModuleNotFoundError without the package tensorboard, with the command to install it.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:

@@ -1,11 +1,11 @@
-"""What must hold of a training that ends well: each oracle watches a trial and says ok or not.
+"""Oracles, which check properties of a training that completes: each watches a trial and judges it.
 
-A rank's side: `with Watch(names, subject) as seen:`, around each step `seen.begin(i)` and
-`seen.end(i, loss)`, then `seen.results(remake)`. The supervisor's side: `merge` of all ranks'.
+On a rank: `with Watch(names, subject) as seen:`, around each step `seen.begin(i)` and
+`seen.end(i, loss)`, then `seen.results(remake)`. In the supervisor: `merge` the results of all.
 
-A result is {"ok", "detail", "what", "place"}: ok None where it could not tell; what, the word for
-the fault; place, the parameter or module, the same in a model of other depth. It may have a "hint",
-a sentence for a reader of what may be meant so: no fault, whatever it says.
+A result is {"ok", "detail", "what", "place"}: ok is None if it is undecided; what, the word for the
+fault; place, the parameter or module, independent of the model's depth. It may have a "hint", a
+sentence on something that may be intended and therefore never counts as a fault.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nsa.lab.oracles.losses import Losses
 from nsa.lab.oracles.steps import Result, Steps, unknown
 from nsa.spelling import nearest
 
-# Name, what it takes after a colon, and what must hold.
+# Name, argument after a colon, and property that must hold.
 ORACLES = {
     "arrival": (
         "",
@@ -47,7 +47,7 @@ ORACLES = {
     "backends": ("VALUE or SETTING=VALUE", "another backend, or setting, has the same gradients"),
     "quadratic": ("SETTING", "what is kept does not grow with the square of settings['tokens']"),
 }
-ANEW = ("checkpoint", "backends", "quadratic")  # make the subject once more, after the last step
+ANEW = ("checkpoint", "backends", "quadratic")  # create the subject again, after the last step
 CHEAP = tuple(name for name in ORACLES if name not in ANEW)
 GRADIENTS = ("arrival", "finite", "ranks")
 LEARNING = ("optimizers", "rows")
@@ -56,7 +56,7 @@ NO_MODEL = "the subject has no `model`, a torch.nn.Module, to look at"
 
 
 def check(asked: Sequence[str]) -> None:
-    """ValueError for an oracle that is not known, naming the nearest, or that lacks its value."""
+    """Raise ValueError for an unknown oracle, naming the nearest, or for a bad or missing value."""
     for one in asked:
         name, colon, value = one.partition(":")
         if name not in ORACLES:
@@ -73,10 +73,10 @@ def check(asked: Sequence[str]) -> None:
 
 
 class Watch(Steps):
-    """The oracles of one rank, while it trains a subject, or a torch.nn.Module; see ORACLES.
+    """Oracles of one rank, while it trains a subject, or a torch.nn.Module; see ORACLES.
 
-    subject.model is looked at, and subject.without_gradient, names of parameters that rightly have
-    no gradient, believed. settings: those that the subject was made with.
+    subject.model is observed; parameters named in subject.without_gradient are expected to have no
+    gradient. settings: those with which the subject was created.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Watch(Steps):
         self._settings = dict(settings or {})
         model = subject if isinstance(subject, nn.Module) else getattr(subject, "model", None)
         model = model if isinstance(model, nn.Module) else None
-        # Memory after the others: what they keep of a step is let go before.
+        # Memory after the others, which free their data of a step first.
         made = {
             "graph": Graph,
             "census": Census,
@@ -108,18 +108,18 @@ class Watch(Steps):
             self._gradients = gradients.Gradients(model, expected)
             if not self._gradients.why_not:
                 listeners.insert(0, self._gradients)
-        if "duration" in self._asked:  # begins last and ends first: what others do is no step's
+        if "duration" in self._asked:  # begins last and ends first, to exclude other oracles' work
             timed = self._watching["duration"] = Duration(model)
             listeners.insert(0, SimpleNamespace(end=timed.end))
             listeners.append(SimpleNamespace(begin=timed.begin, close=timed.close))
         super().__init__(listeners)
 
     def results(self, remake: Remake | None = None) -> dict[str, Result]:
-        """What each oracle says, JSON-able.
+        """Results of the oracles by name, JSON-serializable.
 
-        `remake(changes)` makes the subject anew with some settings changed, for the oracles in
-        ANEW; without it those say that they could not tell. Call it after the last step, inside the
-        `with` or after it. What breaks inside an oracle is that oracle's "could not tell".
+        `remake(changes)` creates the subject again with some settings changed, for the oracles in
+        ANEW; without it, these are undecided. Call it after the last step, inside the `with` or
+        after it. An oracle that raises an exception is undecided.
         """
         if self._gradients is not None:
             self._gradients.read()
@@ -157,9 +157,9 @@ class Watch(Steps):
 
 
 def merge(by_rank: Mapping[int, Mapping[str, Result]]) -> dict[str, Result]:
-    """All ranks' results as one: broken where one is, with the rank; and their gradients compared.
+    """Merge all ranks' results: broken if one is, with its rank; gradients are compared.
 
-    A result that every rank tells alike is told once.
+    A result that is the same on every rank is given without a rank.
     """
     merged: dict[str, Result] = {}
     for name in dict.fromkeys(name for results in by_rank.values() for name in results):
@@ -177,7 +177,7 @@ def merge(by_rank: Mapping[int, Mapping[str, Result]]) -> dict[str, Result]:
 
 
 def _rank_of(result: Result) -> tuple[int, float, bool]:
-    """Broken before unknown before right, what came first before what came of it, hints first."""
+    """Sort key: broken before unknown before ok, then the earliest, then results with a hint."""
     order = {False: 0, None: 1}.get(result["ok"], 2)
     return order, result.get("at", 0.0), "hint" not in result
 

@@ -1,6 +1,6 @@
-"""Oracles that make the subject anew and compare: another way to the same gradients, other lengths.
+"""Oracles that create the subject again and compare: other ways to the same gradients, other sizes.
 
-Each starts from the same seed, so that what differs is what was changed.
+Each starts from the same seed, so that the changed setting is the only difference.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Remake = Callable[[dict[str, Any]], Any]  # changes of the settings -> a subject
 ByName = dict[str, Tensor]  # gradients
 
 RECOMPUTED = 1e-5  # of a gradient's largest value; a recomputation rounds as the forward did
-NOISE = 8.0  # times what two equal runs differ by
+NOISE = 8.0  # multiple of the difference of two equal runs
 BACKENDS = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 QUADRATIC = 1.5  # half way between linear and quadratic
 LEAST_BYTES = 2**16
 
 
 def checkpointing(remake: Remake) -> Result:
-    """The first step's gradients with activation checkpointing and without it.
+    """Compare the first step's gradients with and without activation checkpointing.
 
     torch.utils.checkpoint itself is switched off, so no setting is needed.
     """
@@ -46,7 +46,7 @@ def checkpointing(remake: Remake) -> Result:
 
 
 def same_gradients(remake: Remake, settings: dict[str, Any], key: str, other: Any) -> Result:
-    """The first step's gradients with settings[key] as it is, and as `other`."""
+    """Compare the first step's gradients with settings[key] as it is, and as `other`."""
     mine = settings.get(key)
     if mine == other:
         return unknown(f"{key}={other!r} is what runs: nothing to compare with")
@@ -56,15 +56,15 @@ def same_gradients(remake: Remake, settings: dict[str, Any], key: str, other: An
 
 
 def quadratic(remake: Remake, settings: dict[str, Any], key: str = "tokens") -> Result:
-    """Bytes kept for the backward, or the peak on a GPU, at settings[key], twice and four times it.
+    """Compare bytes kept for the backward, or a GPU's peak, at 1, 2 and 4 times settings[key].
 
     Quadratic growth is broken, with the module that keeps most of it; a constant is no growth. A
-    selection of blocks also grows so until there are more blocks than it takes.
+    block selection also grows quadratically until there are more blocks than it selects.
     """
     base = settings.get(key)
     if not isinstance(base, int) or base < 1:
         return unknown(f"settings[{key!r}] is {base!r}; a whole number can be doubled")
-    # The first of all loads what every one uses, as a GPU's library its workspace.
+    # The first run, not used, allocates shared memory, such as a GPU library's workspace.
     kept = [kept_bytes(remake({key: times * base})) for times in (1, 1, 2, 4)][1:]
     totals = [sum(by_module.values()) for by_module in kept]
     if not totals[0]:
@@ -81,9 +81,9 @@ def quadratic(remake: Remake, settings: dict[str, Any], key: str = "tokens") -> 
 
 
 def exponent(small: float, middle: float, large: float) -> float | None:
-    """Of a quantity at n, 2 n and 4 n, whatever constant it has besides: 1 linear, 2 quadratic.
+    """Growth exponent of a quantity at n, 2 n and 4 n up to a constant: 1 linear, 2 quadratic.
 
-    None where it does not grow.
+    None if it does not grow.
     """
     near, far = middle - small, large - middle
     return math.log2(far / near) if near > 0 and far > 0 else None
@@ -91,9 +91,9 @@ def exponent(small: float, middle: float, large: float) -> float | None:
 
 @contextmanager
 def checkpoints(off: bool = False) -> Iterator[list[None] | None]:
-    """A list that gets an item for each checkpoint inside; with `off` they are plain calls.
+    """Yield a list that gets an item for each checkpoint inside; with `off` they are plain calls.
 
-    None where this torch's two ways, which it looks up by name in each call, have other names.
+    Yields None if torch's two implementations, looked up by name in each call, have other names.
     """
     from torch.utils import checkpoint
 
@@ -123,7 +123,7 @@ def checkpoints(off: bool = False) -> Iterator[list[None] | None]:
 
 
 def first_gradients(subject: Any) -> ByName:
-    """Of one step: each parameter's gradient as its accumulation ended, on the CPU in fp32."""
+    """Gradients of one step by parameter, taken as accumulation ends, on the CPU in fp32."""
     model = getattr(subject, "model", None)
     if model is None:
         return {}
@@ -144,9 +144,9 @@ def first_gradients(subject: Any) -> ByName:
 
 
 def kept_bytes(subject: Any) -> dict[str, float]:
-    """Bytes of each module that the first backward of a step needs, each storage once.
+    """Bytes by module that are kept for the first backward of a step, each storage counted once.
 
-    On a GPU one entry: what the step's peak was above what was there before it.
+    On a GPU one entry: the step's peak minus the memory allocated before it.
     """
     model = getattr(subject, "model", None)
     device = device_of(model)
@@ -166,7 +166,7 @@ def kept_bytes(subject: Any) -> dict[str, float]:
 
 
 class _Saved:
-    """Storages saved until the first backward, by the innermost module that ran then."""
+    """Bytes of storages saved until the first backward, by the innermost module that ran then."""
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._names = {id(m): name for name, m in model.named_modules()} if model else {}
@@ -221,7 +221,7 @@ def _compared(
 
 
 def _apart(mine: ByName, other: ByName) -> tuple[float, str]:
-    """The largest difference over a gradient's largest value, and the parameter."""
+    """Largest difference relative to the gradient's largest value, and its parameter."""
     worst, where = 0.0, next(iter(mine), "")
     for name in mine | other:
         a, b = mine.get(name), other.get(name)

@@ -1,7 +1,7 @@
-"""The oracle of steps that take longer and longer: a list that is searched, a cache that is copied.
+"""Oracle of steps that take longer and longer: a list that is searched, a cache that is copied.
 
-It reads the process's processor time rather than the clock: that a busy machine makes a step late
-is no growth. A wait for others, for a disk or the network does not show in it.
+It measures the process's processor time rather than wall time, so a busy machine causes no growth.
+Waits for other processes, for a disk or the network are not included.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import nn
 from nsa.lab.oracles.growth import Series, skip_first_third
 from nsa.lab.oracles.steps import Result, broken, device_of, ok, unknown
 
-LEAST = 18  # steps: of the 12 after the first third no 12 at random grow so steadily
-LARGE, SOME = 0.3, 0.1  # growth in the last two thirds, of a step in the middle of the run
-LEAST_S = 1e-3  # in all: below it nobody waits
+LEAST = 18  # steps: 12 remain after the first third, and 12 random values do not grow so steadily
+LARGE, SOME = 0.3, 0.1  # growth in the last two thirds, relative to a step in the middle of the run
+LEAST_S = 1e-3  # total growth: less does not matter
 
 
 class Duration(Series):
-    """Processor seconds of each step, all threads; on a GPU those in which the host waits for it.
+    """Processor seconds of each step, all threads; includes the host's wait for a GPU.
 
-    Steps that grow because the model is given more are not slow by their own doing: a hint.
+    If steps grow because the model's inputs grow, the result is a hint, not a fault.
     """
 
     def __init__(self, model: nn.Module | None) -> None:

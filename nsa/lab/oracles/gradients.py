@@ -1,6 +1,6 @@
 """Oracles of gradients: each arrives, none is always zero, all are finite, all ranks have the same.
 
-One observer (nsa.lab.observers.arrival) notes them; each oracle reads another thing out of that.
+One observer (nsa.lab.observers.arrival) records them; each oracle checks another property.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nsa.lab.oracles.learning import digest
 from nsa.lab.oracles.steps import Result, anywhere, broken, ok, some, unknown
 
 KEEP = 50  # steps between two readings, which wait for the device
-OTHERS = 0.5  # of a step: what others' average brings comes after what is a rank's own
+OTHERS = 0.5  # of a step: faults from the ranks' average are ordered after a rank's own
 
 
 class Gradients:
-    """Notes of each step which gradients are missing, zero or not finite; shared by the oracles.
+    """Record per step which gradients are missing, zero or not finite; shared by the oracles.
 
-    expected: names of parameters that rightly have none. Steps without a backward, as a replayed
-    CUDA graph's, are not judged. Not to be told of steps where `why_not` says something.
+    expected: names of parameters that should have none. Steps without a backward, such as those of
+    a replayed CUDA graph, are not judged. Do not use it as a listener if `why_not` is not empty.
     """
 
     def __init__(self, model: nn.Module, expected: Collection[str] = ()) -> None:
@@ -41,7 +41,7 @@ class Gradients:
         self.unreachable: tuple[str, ...] | None = None
         self._open: dict[int, dict[str, Any]] = {}  # steps whose rows were not read yet
         self._stepped = False
-        self._without: dict[str, int | None] = {}  # digests of what had no gradient at first
+        self._without: dict[str, int | None] = {}  # digests, if without gradient at first
 
     def begin(self, step: int) -> None:
         self._now = {"backwards": 0, "optimizers": 0, "overflow": None}
@@ -56,7 +56,7 @@ class Gradients:
     def optimizer(self, optimizer: Any) -> None:
         if not self._now["optimizers"]:
             self._arrival.on_phase("optimizer", -1)
-            # fp16's scaler has a fused optimizer skip a step whose gradients overflow
+            # fp16's scaler makes a fused optimizer skip a step whose gradients overflow
             self._now["overflow"] = getattr(optimizer, "found_inf", None)
         self._now["optimizers"] += 1
         self._stepped = True
@@ -78,7 +78,7 @@ class Gradients:
             self.read()
 
     def read(self) -> None:
-        """Reads what the steps so far left. Waits for the device."""
+        """Read the pending rows of the steps so far. Waits for the device."""
         for step, now in self._open.items():
             skipped = bool(now["overflow"]) or (self._stepped and not now["optimizers"])
             found = self.steps[step] = {key: [] for key in (MISSING, ZERO, "bad", "unseen")}
@@ -97,13 +97,13 @@ class Gradients:
             self.local.read()
 
     def bad_parameters(self) -> list[str]:
-        """Those that are not finite now."""
+        """Names of the parameters that are not finite now."""
         floats = [(n, p) for n, p in self._model.named_parameters() if p.is_floating_point()]
         return [n for n, p in floats if not bool(torch.isfinite(p.detach()).all())]
 
     def averaged(self, names: Collection[str]) -> set[str]:
-        """Those that have changed since the first step, in which they had no gradient: something
-        other than an optimizer moves them, as an average of other parameters."""
+        """Names of parameters that have changed since the first step, in which they had no
+        gradient: they are updated without an optimizer, as an average of other parameters is."""
         now = dict(self._model.named_parameters())
         before = {
             n: self._without[n] for n in names if n in now and self._without.get(n) is not None
@@ -111,8 +111,8 @@ class Gradients:
         return {name for name, was in before.items() if digest(now[name]) != was}
 
     def alone(self, names: Collection[str]) -> bool:
-        """Whether they are biases of modules whose weights are not among them: a loss may not
-        depend on a bias, as a critic's last."""
+        """True if all are biases of modules whose weights are not among them: a loss may be
+        independent of a bias, such as a critic's last one."""
         weights = {f"{name.removesuffix('bias')}weight" for name in names}
         known = dict(self._model.named_parameters())
         return all(n.endswith("bias") for n in names) and weights <= known.keys() - set(names)
@@ -133,9 +133,9 @@ class Gradients:
 
 
 class Local:
-    """Whether this rank's own gradients are finite, before the ranks' average spreads them.
+    """Check that this rank's own gradients are finite, before the ranks' average spreads a fault.
 
-    A parameter's hook runs as its accumulation ends, and DDP's after it. Costs one reduction of
+    A parameter's hook runs when its accumulation ends, and DDP's after it. Costs one reduction of
     each gradient.
     """
 
@@ -143,7 +143,7 @@ class Local:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._now: list[tuple[str, Tensor]] = []
         self._steps: dict[int, tuple[list[str], Tensor, Any]] = {}
-        self.found: dict[int, tuple[str, bool]] = {}  # step: the first in order of arrival, loss
+        self.found: dict[int, tuple[str, bool]] = {}  # step: first parameter to arrive, loss is bad
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._see, n)) for n, p in named
         ]
@@ -165,7 +165,7 @@ class Local:
             self.read()
 
     def read(self) -> None:
-        """Notes of each step the first parameter, and whether the loss was not finite either."""
+        """Record per step the first non-finite parameter, and True if the loss was not finite."""
         for step, (names, largest, loss) in self._steps.items():
             bad = [n for n, x in zip(names, largest.tolist(), strict=True) if not math.isfinite(x)]
             if bad:
@@ -178,14 +178,14 @@ class Local:
 
 
 def several() -> bool:
-    """Whether this is one of several ranks."""
+    """True if this is one of several ranks."""
     distributed = torch.distributed
     joined = distributed.is_available() and distributed.is_initialized()
     return joined and distributed.get_world_size() > 1
 
 
 def arrival(seen: Gradients) -> Result:
-    """Each trainable parameter has a gradient, now and then if not always, and not only zeros."""
+    """Check that each trainable parameter has a gradient, at least in some steps, not all zero."""
     if not seen.steps:
         return unknown(seen.why_not or "no backward was seen")
     numbers = list(seen.steps)
@@ -218,10 +218,10 @@ def arrival(seen: Gradients) -> Result:
 
 
 def _lasting(steps: Mapping[int, Mapping[str, list[str]]]) -> dict[str, int]:
-    """Names without a gradient from some step to the end, and that step.
+    """{name: step} of parameters without a gradient from that step to the end.
 
-    Not what is missing in the last step alone; nor one of several alike, as experts or layers are,
-    of which another was missing and came back: those are taken now and then.
+    Excludes those missing in the last step alone, and those of similar modules, such as experts or
+    layers, of which another was missing and came back: these are used only in some steps.
     """
     since: dict[str, int] = {}
     rare: set[str] = set()
@@ -234,12 +234,12 @@ def _lasting(steps: Mapping[int, Mapping[str, list[str]]]) -> dict[str, int]:
 
 
 def finite(seen: Gradients) -> Result:
-    """Every gradient that was used, and every parameter at the end.
+    """Check that every gradient that was used, and every parameter at the end, is finite.
 
-    "at" says when it was this rank's own: half a step later where others' average brought it.
+    "at" is the step if the fault was this rank's own, half a step later if the average brought it.
     """
     for step, found in seen.steps.items():
-        if names := found["bad"]:  # in order of arrival: the first is nearest to where it came from
+        if names := found["bad"]:  # in order of arrival: the first is nearest to the origin
             detail = f"step {step}: {len(names)} gradients are not finite, first {some(names)}"
             own = seen.local.found.get(step) if seen.local is not None else None
             if own is None:
@@ -255,15 +255,15 @@ def finite(seen: Gradients) -> Result:
 
 
 def ranks(seen: Gradients) -> Result:
-    """What one rank can say: its lists, which `compare_ranks` lays beside the others'."""
+    """Result of one rank: its lists of gradients, for `compare_ranks`."""
     lists = {str(step): {key: x[key] for key in (MISSING, ZERO)} for step, x in seen.steps.items()}
     return unknown("one rank alone") | {"arrivals": lists}
 
 
 def compare_ranks(by_rank: Mapping[int, Result]) -> Result:
-    """All ranks' lists of gradients: the same in each step, or the first difference.
+    """Compare all ranks' lists of gradients: equal in each step, or report the first difference.
 
-    A branch that one rank took alone raises nothing under find_unused_parameters, and weights stay
+    A branch taken by one rank alone raises no error under find_unused_parameters, and weights stay
     equal: only these lists show it.
     """
     if len(by_rank) == 1:

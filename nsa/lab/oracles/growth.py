@@ -1,7 +1,7 @@
-"""Oracles of what must not grow from step to step: the graph, tensors that live, memory, code.
+"""Oracles of quantities that must not grow from step to step: graph, live tensors, memory, code.
 
-Does a series grow steadily? A least-squares line calls one late allocation a leak. Of the slopes
-between all pairs of points (Theil and Sen) most are 0 then, and the low ones stay so.
+They test for steady growth. A least-squares line would report one late allocation as a leak, but
+most slopes between all pairs of points (Theil and Sen) are 0 then, including the low quantiles.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from nsa.lab.oracles.steps import Result, broken, device_of, ok, unknown
 MOST = 64  # samples; then every second step, every fourth, ...
 LOW = 0.2  # the quantile of the slopes that must be positive
 LEAST = 4  # points that must be left
-HOST_MIB = 0.25  # a step: what RSS moves by without a leak
+HOST_MIB = 0.25  # per step: RSS varies by less without a leak
 DEVICE_MIB = 1 / 64  # the allocator counts exactly
-LIST_KIB = 16.0  # of live tensors a step: a kept number for each step is no leak
+LIST_KIB = 16.0  # of live tensors per step: keeping a number for each step is no leak
 TOO_FEW = "too few steps to tell growth from warming up: {} of 6"
 
 
 def skip_first_third(values: Sequence[Any]) -> Sequence[Any]:
-    """Without what warms up."""
+    """Drop the first third of the values, the warm-up."""
     return values[len(values) // 3 :]
 
 
 def steady_slope(steps: Sequence[float], values: Sequence[float]) -> float | None:
-    """The slope that four fifths of all pairs of points reach, the first third left out.
+    """Slope reached by four fifths of all pairs of points, without the first third.
 
-    Units of `values` a step; 0 or less for what stays, falls, goes to and fro, or jumps once. None
-    for fewer than 4 points after the first third.
+    Units of `values` per step; 0 or less for constant, falling or oscillating values, or a single
+    jump. None for fewer than 4 points after the first third.
 
     Raises ValueError for steps and values of different numbers.
     """
@@ -52,7 +52,7 @@ def steady_slope(steps: Sequence[float], values: Sequence[float]) -> float | Non
 
 
 class Series:
-    """Values by step, thinned to MOST by leaving out every second."""
+    """Values by step, thinned to MOST by dropping every second one."""
 
     def __init__(self) -> None:
         self.rows: dict[int, tuple[float, ...]] = {}
@@ -76,7 +76,7 @@ class Series:
 
 
 class Graph(Series):
-    """The autograd nodes behind each step's backwards: the same number, or at least not more."""
+    """Number of autograd nodes behind each step's backwards, which must not grow."""
 
     def begin(self, step: int) -> None:
         self._step, self._nodes = step, 0
@@ -103,9 +103,9 @@ class Graph(Series):
 class Census(Series):
     """Tensors made since it began that live after a step, their bytes, the graphs that they hold.
 
-    Tells a graph that is kept from a list of tensors, and both from objects that only hold each
-    other. What was there before is frozen, which hides it from the collector and from the census: a
-    step costs a millisecond rather than the 100 of a look at all objects that torch makes.
+    Distinguishes a kept graph from a list of tensors, and both from reference cycles. Objects that
+    existed before are frozen, which hides them from the collector and from the census: a step costs
+    a millisecond rather than the 100 ms of reading all objects that torch creates.
     """
 
     _frozen = False
@@ -150,7 +150,7 @@ class Census(Series):
         return broken("tensor-list", detail)
 
     def _count(self) -> tuple[float, float, float]:
-        """Tensors, bytes of their storages, autograd nodes behind them."""
+        """Count tensors, bytes of their storages, and autograd nodes behind them."""
         tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
         storages: dict[int, int] = {}
         for tensor in tensors:
@@ -164,7 +164,7 @@ class Census(Series):
 
 
 class Memory(Series):
-    """What the device, or the host without one, holds after each step."""
+    """Memory of the device, or of the host without one, after each step, in MiB."""
 
     def __init__(self, model: nn.Module | None) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Memory(Series):
 
 
 class Recompilations(Series):
-    """Code that is compiled again and again: right, and slow."""
+    """Compilations of each step: code that is compiled again and again is correct but slow."""
 
     def begin(self, step: int) -> None:
         self._open = Compilations().__enter__()

@@ -1,7 +1,7 @@
-"""Oracles of what learns: parameters that no optimizer holds or changes, rows without a gradient.
+"""Oracles of learning: parameters that no optimizer holds or changes, rows without a gradient.
 
-Both read gradients as an optimizer is about to use them: its own parameters', and those that no
-optimizer has taken.
+Both read gradients when an optimizer is about to use them: those of its own parameters, and of
+parameters that no optimizer holds.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from nsa.lab.oracles.growth import MOST
 from nsa.lab.oracles.steps import Result, broken, ok, some, unknown
 
-CHUNK = 2**20  # elements of a parameter that are digested at once
+CHUNK = 2**20  # elements of a parameter hashed at once
 LEAST_LOOKS = 4
-BLOCK, SHARE = 8, 0.25  # rows side by side, as a head's; or of all rows: fewer are dead units
-DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)  # whose rows all have one use
+BLOCK, SHARE = 8, 0.25  # adjacent rows, such as a head's; share of all rows: fewer are dead units
+DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)  # all rows have the same use
 
 
 class Learning:
-    """Notes who holds each trainable parameter, which rows had a gradient, and whether it changed.
+    """Record which trainable parameters an optimizer holds, which rows had a gradient, and changes.
 
-    expected: names that rightly have no gradient. Costs one pass over the gradients in up to MOST
-    steps, and two over the parameters in all.
+    expected: names of parameters that should have no gradient. Costs one pass over the gradients in
+    up to MOST steps, and two passes over the parameters in total.
     """
 
     def __init__(self, model: nn.Module, subject: Any = None, expected: Collection[str] = ()):
@@ -40,7 +40,7 @@ class Learning:
         self._rates: dict[int, float] = defaultdict(float)  # the highest of each held parameter
         self._alive: dict[str, Tensor] = {}  # rows that had a gradient in any step
         self._looks: Counter[str] = Counter()
-        # How many those were at the last two looks whose number is a power of two.
+        # Number of these rows at the last two looks whose number is a power of two.
         self._early: dict[str, tuple[Tensor, Tensor]] = {}
         self._now, self._every = 0, 1
         self.steps = 0  # in which an optimizer was called
@@ -63,12 +63,12 @@ class Learning:
             self._every *= 2  # MOST more at twice the distance
 
     def changed(self, name: str) -> bool | None:
-        """Whether any of its values is another than before the first step; None: nobody knows."""
+        """True if any of its values differs from before the first step; None if unknown."""
         before = self._before.get(name)
         return None if before is None else digest(self._parameters[name]) != before
 
     def optimizers(self) -> Result:
-        """Whether an optimizer holds what has a gradient, and what it holds changes."""
+        """Check that parameters with a gradient are held by an optimizer, and change."""
         if not self.steps:
             return unknown("no optimizer was called")
         got = [name for name, alive in self._alive.items() if bool(alive.any())]
@@ -79,7 +79,7 @@ class Learning:
             for optimizer in _others(self._subject):
                 self._take(optimizer)
             free = [name for name in free if id(self._parameters[name]) not in self._held]
-        free = [name for name in free if not self.changed(name)]  # a copy of it is held, perhaps
+        free = [name for name in free if not self.changed(name)]  # an optimizer may hold a copy
         said = f"{len(free)} of {len(got)} parameters with a gradient are in no optimizer"
         if free and 2 * len(free) < len(got):
             return broken("not-optimized", f"{said}: {some(free)}", free[0])
@@ -99,14 +99,14 @@ class Learning:
         return found | ({"hint": "; ".join(hints)} if hints else {})
 
     def rows(self) -> Result:
-        """Rows of a gradient that were zero in every step, which other rows were not: a hint."""
+        """Hint at rows of a gradient that were zero in every step while other rows were not."""
         looks = max(self._looks.values(), default=0)
         if looks < LEAST_LOOKS:
             return unknown(f"too few steps with an optimizer to tell: {looks} of {LEAST_LOOKS}")
         dead = {}
         for name, alive in self._alive.items():
             rows = (~alive).nonzero().flatten().tolist()
-            # as an embedding's, where a rare token comes now and then
+            # for example an embedding's, where rare tokens occur in some steps only
             growing = int(self._early[name][0]) != len(alive) - len(rows)
             if rows and len(rows) < len(alive) and not growing and self._matters(name, rows):
                 dead[name] = rows
@@ -155,7 +155,7 @@ class Learning:
 
 @torch.no_grad()
 def digest(parameter: Tensor) -> int | None:
-    """A number that another value in any place almost surely changes; None where there is none."""
+    """Hash that almost surely changes if any value changes; None if it cannot be computed."""
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     try:
         tensor = getattr(parameter, "_local_tensor", parameter).detach()
@@ -165,7 +165,7 @@ def digest(parameter: Tensor) -> int | None:
         bits = tensor.contiguous().view(size).flatten()
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
         for number, part in enumerate(bits.split(CHUNK)):
-            # odd factors, all different: integers wrap, and add up alike in any order
+            # distinct odd factors: integers wrap, and their sum is the same in any order
             factors = torch.arange(part.numel(), device=part.device).mul_(2654435761).bitwise_or_(1)
             total += (part.long() * factors).sum() * (2 * number + 1)
         return int(total)
@@ -174,14 +174,14 @@ def digest(parameter: Tensor) -> int | None:
 
 
 def _others(subject: Any) -> list[Any]:
-    """Optimizers that were not called: the subject's own, and any that the collector shows."""
+    """Optimizers, also uncalled ones: the subject's own, and any that the collector lists."""
     kept = list(vars(subject).values()) if hasattr(subject, "__dict__") else []
     kept += [x for each in kept if isinstance(each, list | tuple) for x in each]
     return [x for x in kept + gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
 
 
 def _runs(rows: list[int]) -> list[tuple[int, int]]:
-    """First and last of numbers side by side."""
+    """First and last of each run of consecutive numbers."""
     found: list[tuple[int, int]] = []
     for row in rows:
         if found and found[-1][1] == row - 1:

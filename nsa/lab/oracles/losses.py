@@ -1,4 +1,4 @@
-"""Oracles of the loss's course: hints, and a fault only where the user has stated a bound."""
+"""Oracles of the loss curve: hints, and a fault only if the user has stated a bound."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from nsa.lab.oracles.growth import skip_first_third
 from nsa.lab.oracles.steps import Result, broken, ok, unknown
 
-LEAST = 12  # losses to tell an explosion
-TIMES = 10.0  # the largest of the first third
-LEAST_FLAT = 50  # losses to tell a plateau
+LEAST = 12  # losses to detect an explosion
+TIMES = 10.0  # multiple of the largest of the first third
+LEAST_FLAT = 50  # losses to detect a plateau
 
 
 class Losses:
-    """The loss of each step, read when a result is asked for, and the highest learning rates."""
+    """Losses of the steps, read when a result is requested, and the highest learning rates."""
 
     def __init__(self) -> None:
         self._losses: dict[int, Any] = {}
@@ -33,7 +33,7 @@ class Losses:
             self._losses[step] = loss
 
     def explosion(self, most: str = "") -> Result:
-        """Finite, and far above where it began; with `most`, broken where a loss is above it."""
+        """Hint at finite but exploding losses; with `most`, broken if a loss is above it."""
         losses = self._finite()
         if most:
             if not losses:
@@ -53,7 +53,7 @@ class Losses:
         return ok("the loss is finite") | {"hint": f"{said} {last:.4g}"}
 
     def plateau(self, most: str = "") -> Result:
-        """No lower at its end than at its beginning; with `most`, broken where it ends above it."""
+        """Hint at a loss that does not fall; with `most`, broken if it ends above that."""
         values = list(self._finite().values())
         if most:
             if not values:

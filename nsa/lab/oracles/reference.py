@@ -1,6 +1,6 @@
-"""Is a call's attention the reference's, and does no query see the future? For small sizes.
+"""Check a call's attention against the reference, and its causality, for small sizes.
 
-strict=True looks at the values of a call as it runs; this computes the call again, in fp64.
+strict=True checks the values of a call as it runs; this computes the call again, in fp64.
 """
 
 from collections.abc import Iterator
@@ -28,15 +28,15 @@ def check_call(
     q: Tensor, k: Any, v: Any, gates: Tensor, config: NSAConfig, *,
     backend: str = "auto", **options: Any,
 ) -> str:  # fmt: skip
-    """Holds a call of `nsa_attention`, given as there, to the reference; returns the backend.
+    """Check a call of `nsa_attention`, given its arguments, by the reference; return the backend.
 
-    Tokens behind a quarter, half and three quarters of T, and the last one, are replaced: what no
-    branch of an earlier query may notice. Then each branch, and the gated sum, is held to the
-    accuracy rule with the reference's selection, and the selected branch with its own wherever no
-    tie of rounding decides it. Gradients are not looked at.
+    Tokens after a quarter, half and three quarters of T, and the last one, are replaced, which must
+    not change any branch of an earlier query. Then each branch, and the gated sum, is checked by
+    the accuracy rule with the reference's selection, and the selected branch also with its own
+    where rounding cannot decide a tie. Gradients are not checked.
 
     Raises:
-        AccuracyError: naming branch, place and size of what is wrong.
+        AccuracyError: with branch, place and size of the error.
         ValueError: a call too large to recompute; Declined by the backend that was named.
     """
     inputs = checked(q, k, v, gates, config, **options)
@@ -74,10 +74,10 @@ def check_call(
 
 
 def check_model(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
-    """`check_call` of every NSAAttention in one call model(*args): {layer's name: its backend}.
+    """Run `check_call` on every NSAAttention in one call model(*args); return {layer: backend}.
 
-    Under the caller's autocast, if any. The error names the layer's place. ValueError for a model
-    without such a layer.
+    Runs under the caller's autocast, if any. Errors name the layer's place. Raises ValueError for a
+    model without such a layer.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, NSAAttention)}
     if not layers:
@@ -108,7 +108,7 @@ def _place(branch: str, backend: registry.Backend) -> str:
 
 
 def _branches(inputs: Inputs, backend: str) -> dict[str, Tensor]:
-    """o of each branch asked for, each as the one-hot gated sum that the backend itself makes."""
+    """Output o of each requested branch, as the backend's gated sum with one-hot gates."""
     found = {}
     for index, branch in enumerate(BRANCHES):
         if branch in inputs.branches:
@@ -146,7 +146,7 @@ def _check_causal(call, inputs: Inputs, before: dict[str, Tensor], backend) -> N
 
 
 def _futures(inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
-    """(first changed position, inputs) with other keys, values and queries from there on."""
+    """(first changed position, inputs) with other keys, values and queries at and after it."""
     tokens = inputs.q.shape[1]
     for cut in sorted({tokens // 4, tokens // 2, 3 * tokens // 4, tokens - 1} - {0}):
 
@@ -172,8 +172,8 @@ def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def _no_near_tie(importance: Tensor, config: NSAConfig, dtype: torch.dtype) -> Tensor:
-    """[B, T, HKV]: whether the last block selected leads the first left out by more than rounding
-    can turn; importance [B, T, HKV, NB] in fp64."""
+    """Mask [B, T, HKV]: True if the last selected block leads the first one left out by more than
+    rounding can change; importance [B, T, HKV, NB] in fp64."""
     tokens, blocks = importance.shape[1], importance.shape[3]
     if blocks <= config.select_count:
         return importance.new_ones(importance.shape[:3], dtype=torch.bool)

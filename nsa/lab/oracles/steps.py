@@ -1,4 +1,4 @@
-"""Around the steps of a training: its backwards, its optimizer, and what an oracle says of them."""
+"""Observe a training's steps, backwards and optimizers, and build the oracles' results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Result = dict[str, Any]
 
 
 class Steps:
-    """Tells its listeners of begin(step), backward(roots), optimizer(optimizer), end(step, loss).
+    """Call its listeners' begin(step), backward(roots), optimizer(optimizer), end(step, loss).
 
-    Backwards and optimizers are found wherever this process calls them: a stranger's step function
-    needs no word of it. Listeners may leave out what they do not need.
+    Backwards and optimizers are detected wherever this process calls them: step functions need no
+    changes. Listeners may omit methods that they do not need.
     """
 
     def __init__(self, listeners: Iterable[Any]) -> None:
@@ -47,18 +47,18 @@ class Steps:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Takes every hook away."""
+        """Remove every hook."""
         while self._undo:
             self._undo.pop()()
         self._tell("close")
 
     def begin(self, step: int) -> None:
-        """Before a step."""
+        """Call before a step."""
         self._step = step
         self._tell("begin", step)
 
     def end(self, step: int, loss: Any) -> None:
-        """After it, with what it returned."""
+        """Call after the step, with its return value."""
         self._step = None
         self._tell("end", step, loss)
 
@@ -74,7 +74,7 @@ def ok(detail: str) -> Result:
 
 
 def unknown(detail: str) -> Result:
-    """It could not tell; that is no failure."""
+    """Undecided result, which is no failure."""
     return ok(detail) | {"ok": None}
 
 
@@ -83,18 +83,18 @@ def broken(what: str, detail: str, name: str = "") -> Result:
 
 
 def anywhere(name: str) -> str:
-    """`name` in a model of any depth: blocks.1.mlp.weight as blocks.*.mlp.weight."""
+    """Replace the numbers in `name`: blocks.1.mlp.weight becomes blocks.*.mlp.weight."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def some(names: Iterable[str]) -> str:
-    """The first four of them."""
+    """List the first four names, and the number of others."""
     listed = list(names)
     more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
     return ", ".join(listed[:4]) + more
 
 
 def device_of(model: nn.Module | None) -> torch.device:
-    """A GPU where the model has a parameter on one."""
+    """GPU on which the model has a parameter, else the CPU."""
     devices = {p.device for p in model.parameters()} if model is not None else set()
     return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""Searches whose every question is a trial: a covering screen, a minimal set, a threshold.
+"""Searches in which every query is a trial: a covering screen, a minimal set, a threshold.
 
-An answer is True (the fault), False (passed) or None (neither: unresolved). "The fault" is the same
-verdict kind with the same signature: a search for "not PASS" would start with a hang and end with
-an out-of-memory.
+An answer is True (the fault), False (passed) or None (neither: unresolved). "The fault" means the
+same verdict kind with the same signature: a search for "not PASS" could start with a hang and end
+with an out-of-memory.
 """

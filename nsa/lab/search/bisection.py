@@ -1,4 +1,4 @@
-"""Which factors cause a fault? The smallest set that shows it, and what each trial eliminated."""
+"""Bisection of a fault: the smallest set of factors that causes it, and each trial's result."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ _NOT_A_FAULT = ("PASS", "INCONCLUSIVE", "INVALID", "FLAKY")
 
 
 def is_fault(tried: Tried, kind: str | None = None) -> bool:
-    """Whether this is what a search looks for: `kind`, or any verdict that blames the trial."""
+    """Return True for the verdict searched for: `kind`, or any verdict that blames the trial."""
     return tried.kind == kind if kind else tried.kind not in _NOT_A_FAULT
 
 
@@ -22,21 +22,21 @@ def is_fault(tried: Tried, kind: str | None = None) -> bool:
 class Bisection:
     """Searches for the smallest set of factors behind a fault, in at most `most` trials.
 
-    First the base, and `seen` or else the cell with every factor at its last value; where those do
-    not show the fault beside a PASS, a screen of all pairs of values, then of all triples. Then
-    `ddmin` on the differences between the nearest PASS and the fault, again for as long as some
-    trial has all of the cause and passed: so it ends with a set that is enough beside the defaults,
-    of which nothing can be left out. Then the threshold of each factor whose values have an order.
+    First run the base, and `seen` or else the cell with every factor at its last value; unless
+    these give the fault and a PASS, a screen of all pairs of values, then of all triples. Then
+    `ddmin` on the differences between the nearest PASS and the fault, repeated while any trial has
+    the whole cause but passed: the result is a set that suffices with defaults elsewhere and is
+    minimal. Then the threshold of each factor with ordered values.
     """
 
     factors: Mapping[str, Sequence[Any]]  # the first value of each is its default, the base
-    run: Callable[[Cell, int], Tried]  # judges a cell, of which it is attempt n; may raise Spent
-    legal: Legal = lambda part: True  # what may be run, see `covering.cover`
-    kind: str | None = None  # that is looked for; None: that of the first trial to fail
+    run: Callable[[Cell, int], Tried]  # judges attempt n of a cell; may raise Spent
+    legal: Legal = lambda part: True  # legal cells, see `covering.cover`
+    kind: str | None = None  # verdict searched for; None: that of the first failed trial
     most: int = 40
-    attempts: int = 1  # how often a cell that passes is run, for faults that do not always fire
-    whole_screen: bool = False  # cover all pairs of values first, though a fault was found before
-    seen: Mapping[str, Any] = field(default_factory=dict)  # values that showed it elsewhere
+    attempts: int = 1  # runs of a passing cell, for faults that do not always fire
+    whole_screen: bool = False  # cover all pairs of values even if a fault was found before
+    seen: Mapping[str, Any] = field(default_factory=dict)  # values that showed the fault elsewhere
     say: Callable[[Row], None] = lambda row: None
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Bisection:
         self.found = Found(base=self.base)
 
     def find(self) -> Found:
-        """Searches. Where trials or time are spent it returns how far it came."""
+        """Run the search. If trials or time run out, return the partial result."""
         found = self.found
         try:
             self._screen()
@@ -81,9 +81,9 @@ class Bisection:
         return found
 
     def find_flaky(self) -> Found:
-        """Where along the only factor, whose values have an order, a fault begins to fire at times.
+        """Find the value of the only factor, which is ordered, at which a flaky fault begins.
 
-        In at most FLAKY_TRIALS; see `bayes`.
+        Uses at most FLAKY_TRIALS trials; see `bayes`.
         """
         found, ((name, values),) = self.found, self.factors.items()
         asked: Counter[int] = Counter()
@@ -147,7 +147,7 @@ class Bisection:
             self._prune(self.found.cause or {})
 
     def _prune(self, cause: Cell) -> None:
-        """Each was needed beside some other cell: is it beside the defaults?"""
+        """Drop factors that were needed relative to another cell but not to the defaults."""
         changed = self._differ(self.base | cause, self.base)
         alone = self._enough(self.base, cause)
         if alone(changed) is True:
@@ -157,7 +157,7 @@ class Bisection:
             self.found.instead = {name: instead[name] for name in self.found.cause}
 
     def _enough(self, beside: Cell, values: Cell) -> Callable[[list[str]], Answer]:
-        """Asks whether some factors at these `values` show the fault, all else as in `beside`."""
+        """Return a test for the fault with some factors at `values`, all others as in `beside`."""
 
         def test(part: list[str]) -> Answer:
             cell = beside | {name: values[name] for name in part}
@@ -191,7 +191,7 @@ class Bisection:
             if tried.kind == "PASS":
                 passed += 1
                 last = passed >= self.attempts
-            else:  # what could not be judged gets a second chance
+            else:  # an inconclusive trial is retried once
                 unjudged += 1
                 last = tried.kind != "INCONCLUSIVE" or unjudged > 1
             if last:
@@ -236,7 +236,7 @@ class Bisection:
         return [cell for cell, tried in self._known.values() if self._answer(tried) is answer]
 
     def _pair(self) -> bool:
-        """Whether there is a fault, and a PASS to compare it with."""
+        """Return True if there is a fault and a PASS to compare it with."""
         return bool(self._cells(True)) and bool(self._cells(False))
 
     def _farthest(self) -> Cell:

@@ -1,8 +1,8 @@
-"""What a trial should take, told beforehand by seconds of smaller work: a calibration.
+"""Calibration: estimates a trial's duration from a few seconds of smaller work.
 
 A calibration is a trial like any other, supervised and kept in the ledger: it runs a few steps of
-the same training with fewer layers and tokens, without what only observes it. A TimeModel of those
-predicts the large one's steps; the longest time that progress rested, how long it may rest there.
+the same training with fewer layers and tokens, without observers. A TimeModel fitted to them
+predicts the steps of the large trial; the longest rest of progress bounds the rest allowed there.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from whyhung.watch.evidence import Evidence, P
 
 SUBJECT = "nsa.lab.search.calibration:make"
 LAYERS, MOST_TOKENS = (1, 2), 512
-REPEATS = 5  # of which the first warms up
-LEAST_S, MOST_TIMES = 0.1, 16  # each, of several steps where one is short: ms are mostly noise
-BUDGET_S = 20.0  # after which no further point is begun
+REPEATS = 5  # the first is a warm-up
+LEAST_S, MOST_TIMES = 0.1, 16  # per repeat, over several steps if one is short: ms are mostly noise
+BUDGET_S = 20.0  # no further point starts after this
 DEADLINE_S = 120.0
-EVERY_S = 0.02  # between two looks at P
+EVERY_S = 0.02  # between two reads of P
 
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Seconds of a step, as a + b L + c L T + d L T T for L layers and T tokens: something fixed,
-    something a layer, the projections, and what is quadratic; none of them negative.
+    """Seconds of a step, as a + b L + c L T + d L T T for L layers and T tokens: a constant, a
+    cost per layer, the projections, and the quadratic part; none of them negative.
 
-    Another machine, backend, precision or set of observers wants a fit of its own.
+    Another machine, backend, precision or set of observers needs its own fit.
     """
 
     a: float
@@ -50,11 +50,11 @@ class TimeModel:
 
     @classmethod
     def fit(cls, points: Iterable[Mapping[str, Any]]) -> TimeModel:
-        """From points {"layers", "tokens", "seconds"}: least squares without negative terms.
+        """Fit to points {"layers", "tokens", "seconds"}: least squares without negative terms.
 
-        Each point counts by its relative error (weights 1/t), so that a small one is not lost
-        beside a large one. Good are layers 1 and 2 at three lengths, the least of several times
-        each: 1 % of noise at T 64 to 256 can become 1.4 x at T 2048, too long more than too short.
+        Errors are relative (weights 1/t), so that small points count as much as large ones.
+        Recommended are layers 1 and 2 at three lengths, the minimum of several times each: 1 % of
+        noise at T 64 to 256 can become 1.4 x at T 2048, more often too long than too short.
         """
         import numpy as np
         from scipy.optimize import nnls
@@ -65,7 +65,7 @@ class TimeModel:
         return cls(*(found / scale).tolist())
 
     def predict(self, layers: int, tokens: int) -> float:
-        """Seconds of a step with so many layers and tokens."""
+        """Seconds of a step with these numbers of layers and tokens."""
         return sum(a * x for a, x in zip(astuple(self), _terms(layers, tokens), strict=True))
 
 
@@ -75,9 +75,9 @@ def _terms(layers: int, tokens: int) -> tuple[float, float, float, float]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds of a step by layers and tokens, of the first one more, and of the longest rest.
+    """Step time by layers and tokens, extra seconds of the first step, and the longest rest.
 
-    gap_s: the longest time in which P rested in a step of `gap_at` (layers, tokens).
+    gap_s: the longest time for which P rested in a step of `gap_at` (layers, tokens).
     """
 
     model: TimeModel
@@ -87,11 +87,11 @@ class Calibration:
 
     @classmethod
     def of(cls, evidence: Evidence) -> Calibration | None:
-        """Out of a calibration's trial; None where it did not come to its end."""
+        """Create from a calibration's trial; None if it did not finish."""
         rows = (evidence.result or {}).get("points", ())
         if not rows:
             return None
-        # What a step takes on a machine as busy as this one, of which a trial takes many.
+        # The median: typical of many steps on a machine under this load.
         points = [{**row, "seconds": median(row["seconds"][1:])} for row in rows]
         first_s = max(row["seconds"][0] - p["seconds"] for row, p in zip(rows, points, strict=True))
         longest = max(rows, key=lambda row: row["gap_s"])
@@ -99,18 +99,18 @@ class Calibration:
         return cls(TimeModel.fit(points), max(0.0, first_s), longest["gap_s"], at)
 
     def predicted_s(self, size: tuple[int, int], steps: int) -> float:
-        """Seconds of so many steps of `size` layers and tokens, and what the first costs more."""
+        """Seconds of `steps` steps at `size` (layers, tokens), with the first step's extra cost."""
         return self.first_s + steps * self.model.predict(*size)
 
     def stall_s(self, size: tuple[int, int]) -> float:
-        """How long P may rest at that size: longer as a step of as many layers takes longer."""
+        """Seconds that P may rest at that size, scaled by the step time at equal layers."""
         layers = self.gap_at[0]
         slower = self.model.predict(layers, size[1]) / self.model.predict(*self.gap_at)
         return stall_bound(self.gap_s * max(1.0, slower))
 
 
 def size_of(plan: Plan, cell: Mapping[str, Any]) -> tuple[int, int]:
-    """(layers, tokens) of a cell; 1 for what its subject does not have as a whole number."""
+    """(layers, tokens) of a cell; 1 for each that its subject lacks as a whole number."""
     settings = plan.spec(cell).settings
     layers, tokens = (_count(settings.get(name)) for name in ("layers", "tokens"))
     if not layers and "preset" in settings and plan.subject == known.TRAINING_SUBJECT:
@@ -121,9 +121,9 @@ def size_of(plan: Plan, cell: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def calibration_spec(plan: Plan, cell: Mapping[str, Any]) -> Spec:
-    """The trial that calibrates a cell; cells that differ in size or observers alone share it.
+    """Trial that calibrates a cell; cells that differ only in size or observers share it.
 
-    A subject without whole numbers `layers` and `tokens` in its settings is calibrated by its first
+    A subject without integers `layers` and `tokens` in its settings is calibrated by its first
     steps.
     """
     plain = dict(cell)
@@ -141,7 +141,7 @@ def calibration_spec(plan: Plan, cell: Mapping[str, Any]) -> Spec:
         sizes["layers"] = [n for n in LAYERS if n <= layers]
     settings = {name: value for name, value in settings.items() if name not in sizes}
     if settings.get("checkpoint"):
-        settings["checkpoint"] = "all"  # a range of layers may lie beyond those that are left
+        settings["checkpoint"] = "all"  # a range of layers may exceed the smaller model
     points = [dict(zip(sizes, values, strict=True)) for values in product(*sizes.values())]
     given = {"subject": spec.subject, "settings": settings, "points": points}
     given["source"] = preflight.source_hash(spec.subject)
@@ -151,28 +151,28 @@ def calibration_spec(plan: Plan, cell: Mapping[str, Any]) -> Spec:
 
 
 def _count(value: Any) -> int:
-    """A whole number above 0; 0 for anything else."""
+    """Return a whole number above 0 unchanged; 0 for anything else."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
     return value if whole else 0
 
 
 def _lengths(tokens: int) -> list[int]:
-    """Three powers of two up to it, each twice the one before, at most MOST_TOKENS.
+    """Three powers of two up to `tokens`, each twice the one before, at most MOST_TOKENS.
 
-    Not the shortest that there are: there a window, or the selected blocks, still grow with T.
+    Not the shortest lengths: there a window, or the selected blocks, still grow with T.
     """
     largest = min(MOST_TOKENS, 2 ** (tokens.bit_length() - 1)) if tokens else 1
     found = {max(1, largest // 4), max(1, largest // 2), largest}
-    # Of a length far beyond, one more, where BUDGET_S has room: what is quadratic shows late.
+    # One more for a far larger length, if BUDGET_S allows: the quadratic part shows late.
     return sorted(found | ({2 * MOST_TOKENS} if tokens >= 4 * MOST_TOKENS else set()))
 
 
 class Points:
-    """REPEATS steps at each point, smallest first: the subject of `calibration_spec`.
+    """Subject of `calibration_spec`: REPEATS steps at each point, smallest first.
 
-    A single process begins no point that would end after BUDGET_S, as the last one foretells; its
-    steps do nothing then. Of several ranks none may leave the others alone, and what was made first
-    stays open, for it holds their process group. `close` closes what is open, the first last.
+    A single process starts no point estimated (from the last one) to end after BUDGET_S; further
+    steps do nothing. With several ranks all must run the same steps, and the first subject stays
+    open, since it holds their process group. `close` closes open subjects, the first one last.
     """
 
     def __init__(self, settings: dict[str, Any], progress: Progress) -> None:
@@ -187,7 +187,7 @@ class Points:
     def step(self, i: int) -> Any:
         index, again = divmod(i, REPEATS)
         if again == 0 and index and self._alone:
-            # One that takes four times as long as the last would not be done in time.
+            # The next point may take four times as long as the last.
             expected_s = 4 * sum(self.rows[-1]["seconds"])
             self._spent |= time.perf_counter() - self._began + expected_s > BUDGET_S
         if self._spent:
@@ -200,11 +200,11 @@ class Points:
             while True:
                 loss = self._made.step(again)
                 if getattr(loss, "is_cuda", False):
-                    from nsa.lab.measure.timing import wait  # torch, which plans are read without
+                    from nsa.lab.measure.timing import wait  # needs torch; plans do not
 
                     wait(loss.device)
                 took_s, times = time.perf_counter() - began, times + 1
-                # Of several ranks none may take a step more than the others.
+                # All ranks must take the same number of steps.
                 if not (again and self._alone) or took_s >= LEAST_S or times == MOST_TIMES:
                     break
             row["seconds"].append(took_s / times)
@@ -213,7 +213,7 @@ class Points:
         return loss
 
     def result(self) -> dict[str, Any]:
-        """{"points": one {"layers", "tokens", "seconds": of each step, "gap_s"} a point}."""
+        """{"points": one {"layers", "tokens", "seconds": of each step, "gap_s"} per point}."""
         return {"points": self.rows}
 
     def _open(self, point: dict[str, int]) -> None:
@@ -231,7 +231,7 @@ make = Points
 
 @contextmanager
 def _looked_at(progress: Progress) -> Iterator[list[tuple[float, P | str]]]:
-    """(seconds, P) of looks from a thread of its own; that it opens and closes are moves."""
+    """Yield (seconds, P) sampled by a separate thread; its start and end count as changes of P."""
     ticks: list[tuple[float, P | str]] = [(time.perf_counter(), "opened")]
     over = threading.Event()
 

@@ -1,6 +1,6 @@
-"""The causes that trials have not refuted, and what a bisection finds, as plain values.
+"""Causes not yet refuted by trials, and results of a bisection, as plain values.
 
-Candidates are every set of up to three conditions on factors.
+Candidates are all sets of up to three conditions on factors.
 """
 
 import operator
@@ -15,21 +15,21 @@ import numpy as np
 from nsa.lab.search.thresholds import Answer, Bracket, Posterior
 
 Cell = dict[str, Any]  # a value for every factor
-MOST = 2_000_000  # sets of conditions that are kept account of
+MOST = 2_000_000  # maximum number of sets of conditions tracked
 
 
 class Candidates:
-    """Sets of up to `size` conditions, each on another factor, that agree with all trials so far.
+    """Sets of up to `size` conditions on distinct factors that agree with all trials so far.
 
-    A condition is factor = value; for numbers in order also factor >= value and factor <= value.
-    The cause is one such set: whatever fulfils it shows the fault, and nothing else does. The empty
-    set, which always shows it, is one of them.
+    A condition is factor = value; for ordered numbers also factor >= value and factor <= value.
+    The cause is one such set: cells that satisfy it show the fault, and no others. The empty set,
+    which always shows it, is included.
     """
 
     def __init__(self, factors: Mapping[str, Sequence[Any]], size: int = 3) -> None:
         self.factors = {name: list(values) for name, values in factors.items()}
         self.conditions: list[tuple[str, Callable[[int, int], bool], int]] = []
-        by_factor: list[range] = []  # of the conditions
+        by_factor: list[range] = []  # indices of conditions
         for name, values in self.factors.items():
             made = [(name, operator.eq, index) for index in range(len(values))]
             if ordered(values):
@@ -54,7 +54,7 @@ class Candidates:
         return len(self._sets)
 
     def note(self, cell: Mapping[str, Any], answer: Answer) -> None:
-        """Drops the sets that this trial refutes; None refutes nothing."""
+        """Drop the sets refuted by this trial; None refutes nothing."""
         if answer is None:
             return
         has = {name: position(values, cell[name]) for name, values in self.factors.items()}
@@ -63,7 +63,7 @@ class Candidates:
 
 
 def position(values: Sequence[Any], value: Any) -> int:
-    """The index of a value, where True is not 1. ValueError where it is none of them."""
+    """Return the index of a value; True is not 1. ValueError if it is not in `values`."""
     for index, one in enumerate(values):
         if type(one) is type(value) and one == value:
             return index
@@ -71,14 +71,14 @@ def position(values: Sequence[Any], value: Any) -> int:
 
 
 def word(value: Any) -> str:
-    """A value as a plan writes it."""
+    """Format a value as in a plan."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return str(value) if value != "" else "''"
 
 
 def ordered(values: Sequence[Any]) -> bool:
-    """Whether these are numbers that grow or shrink from each to the next."""
+    """Return True for strictly increasing or strictly decreasing numbers."""
     if any(not isinstance(v, int | float) or isinstance(v, bool) for v in values):
         return False
     pairs = list(pairwise(values))
@@ -86,12 +86,12 @@ def ordered(values: Sequence[Any]) -> bool:
 
 
 class Spent(Exception):
-    """There is no trial left, or no time."""
+    """No trials or no time left."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """How the trial of one cell was judged."""
+    """Verdict of the trial of one cell."""
 
     kind: str
     signature: str = ""
@@ -104,11 +104,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the ledger: a trial, what it was to decide, and what it left."""
+    """One line of the ledger: a trial, its hypothesis, and the causes left after it."""
 
     number: int
     cell: Cell
-    changed: str  # what differs from the base
+    changed: str  # differences from the base
     hypothesis: str
     tried: Tried
     eliminated: str
@@ -117,13 +117,12 @@ class Row:
 
 @dataclass
 class Found:
-    """What a bisection came to.
+    """Result of a bisection.
 
-    cause: the values that together show the fault `target`, all else as in `base`; {} where it
-    shows whatever they are, None where no cause was found. instead: the values of the same factors
-    with which it passed. brackets: for factors with an order, where it begins; posterior: that of
-    one factor, where the fault does not always fire. finished: whether the search came to its end;
-    why: what ended it.
+    cause: the values that together show the fault `target`, all others as in `base`; {} if it
+    always fires, None if no cause was found. instead: passing values of the same factors.
+    brackets: for ordered factors, the threshold; posterior: the threshold of a single factor for a
+    flaky fault. finished: True if the search completed; why: the reason it ended.
     """
 
     base: Cell
@@ -139,7 +138,7 @@ class Found:
 
     @property
     def solved(self) -> bool:
-        """Whether there is a cause, and the search came to its end."""
+        """True if a cause was found and the search completed."""
         return self.finished and self.cause is not None
 
     def __str__(self) -> str:
@@ -168,7 +167,7 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of equal keys as lines, columns as wide as they need."""
+    """Format rows of equal keys as lines with aligned columns."""
     if not rows:
         return ""
     told = [[str(name) for name in rows[0]]]

@@ -9,15 +9,15 @@ from nsa.lab.search.candidates import Cell, Tried, position
 from nsa.lab.search.thresholds import Answer
 
 Legal = Callable[[Mapping[str, Any]], bool]
-Numbers = dict[int, int]  # of factors, by number, the number of a value
-Left = set[tuple[tuple[int, int], ...]]  # combinations of (factor, value) that no cell has yet
+Numbers = dict[int, int]  # factor index to value index
+Left = set[tuple[tuple[int, int], ...]]  # combinations of (factor, value) not yet covered
 
 
 def same(target: Tried | None, found: Tried) -> Answer:
-    """Whether `found` is the fault of `target`. Another fault hides it, so it is None.
+    """Return True if `found` is the fault of `target`, None for another fault, which may hide it.
 
-    A run that is slow neither hangs nor stalls, though it was not seen to its end. Without a target
-    there is nothing that is the fault, yet.
+    A slow run neither hangs nor stalls, although it was not observed to its end. Without a target
+    no verdict is the fault yet.
     """
     if target is None:
         return False if found.kind == "PASS" else None
@@ -35,17 +35,17 @@ def cover(
     strength: int = 2,
     tested: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[Cell]:
-    """Cells that have every legal combination of the values of any `strength` factors.
+    """Yield cells that cover every legal combination of values of any `strength` factors.
 
-    `legal(part)` is asked of cells and of parts of cells; a part is illegal where nothing could
-    make it legal. `tested` cells count as done. Few: 32 cells for the pairs of 11 factors with
-    138,240 combinations.
+    `legal(part)` is called with cells and parts of cells; a part is illegal if no completion is
+    legal. `tested` cells count as done. The number is small: 32 cells for the pairs of 11 factors
+    with 138,240 combinations.
     """
     names = list(factors)
     size = min(strength, len(names))
     sizes = [len(factors[name]) for name in names]
 
-    # Numbers instead of values: True and 1 are two values, and a list is one.
+    # Indices instead of values: True differs from 1, and a list is unhashable.
     def cell(part: Numbers) -> Cell:
         return {names[one]: factors[names[one]][number] for one, number in part.items()}
 
@@ -63,7 +63,7 @@ def cover(
     ]
     for done in before:
         left.difference_update(combinations(done.items(), size))
-    # The library covers all pairs, but leaves a third of the triples out: the rest is ours.
+    # The library covers all pairs, but omits a third of the triples; those are added here.
     found = _by_allpairspy(sizes, fits, before, size) if size > 1 else ()
     for numbers in chain(found, _completions(left, sizes, fits)):
         fresh = left.intersection(combinations(numbers.items(), size))
@@ -91,7 +91,7 @@ def _by_allpairspy(
 def _completions(
     left: Left, sizes: Sequence[int], fits: Callable[[Numbers], bool]
 ) -> Iterator[Numbers]:
-    """Cells for what is left, which the caller strikes off; what cannot be made is dropped."""
+    """Yield cells for combinations in `left`, which the caller removes; drop impossible ones."""
     while left:
         seed = min(left)
         found = _completed(dict(seed), left, sizes, fits)
@@ -104,7 +104,7 @@ def _completions(
 def _completed(
     part: Numbers, left: Left, sizes: Sequence[int], fits: Callable[[Numbers], bool]
 ) -> Numbers | None:
-    """`part` as a whole cell with as much as possible of what is left; None where none is legal."""
+    """Complete `part` to a legal cell that covers as much of `left` as possible, else None."""
     if not fits(part):
         return None
     missing = next((one for one in range(len(sizes)) if one not in part), None)
@@ -120,13 +120,13 @@ def _completed(
 
 
 def ddmin(differences: Sequence[Any], test: Callable[[list[Any]], Answer]) -> list[Any]:
-    """The part of `differences` that shows the fault and of which no single one can be left out.
+    """Return a minimal part of `differences` that shows the fault: each one is necessary.
 
-    `test(part)` is asked once for each part. Delta debugging by halves: the part needed of one half
-    is sought while the other half is there. About 2 k log2(n / k) + k tests for k of n differences,
-    as long as adding one never hides the fault; where that fails, one by one.
+    `test(part)` is called once per part. Delta debugging by halves: the needed part of one half is
+    searched for with the other half present. About 2 k log2(n / k) + k tests for k of n
+    differences, if adding one never hides the fault; otherwise one by one.
 
-    Raises ValueError where all of them together do not show it.
+    Raises ValueError if all of them together do not show it.
     """
     known: dict[frozenset[int], Answer] = {}
 

@@ -1,7 +1,7 @@
-"""A plan's trials, run into a ledger: each once, for as long as there is time.
+"""Execution of a plan's trials into a ledger: each once, within the time budget.
 
-A sweep runs all of them; a bisection those that say which factors, or which value of one, a fault
-needs.
+A sweep runs all trials; a bisection runs those that determine which factors, or which value of one,
+cause a fault.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from whyhung.process.trial import Stopped
 from whyhung.verdict import Verdict, arms, compare
 from whyhung.watch.evidence import Evidence
 
-# What two trials differ in when they are to have run different code.
+# Factors that choose code: trials that differ in one must run different code.
 PATHS = (
     "branch", "backend", "compressed_backend", "selected_backend", "window_backend", "safe_packing",
 )  # fmt: skip
@@ -30,9 +30,9 @@ PATHS = (
 
 @dataclass(frozen=True)
 class Done:
-    """A finished trial: its cell, id, verdict, evidence; whether it was there before.
+    """A finished trial: its cell, id, verdict and evidence; cached: from an earlier run.
 
-    calibrated: what a calibration said of it before, "" where there was none.
+    calibrated: its calibration's prediction as text, "" if there was none.
     """
 
     cell: Cell
@@ -47,17 +47,17 @@ class Done:
 class Trials:
     """Runs cells of a plan into a ledger, until the budget of seconds is spent.
 
-    The trial in flight when time is up, or when `stop` is set, is ended: Spent, unless it was
-    certified to hang. Spent, too, where the disk has no room. ValueError where trials cannot be
-    kept at all.
+    The trial in flight when time is up, or when `stop` is set, is ended: raises Spent, unless it
+    was certified to hang. A full disk also raises Spent. ValueError if trials cannot be stored at
+    all.
     """
 
     plan: Plan
     ledger: Ledger
     budget_s: float | None = None
     say: Callable[[Done], None] = lambda done: None
-    tell: Callable[[dict[str, Any]], Any] = lambda report: None  # of stalls, as of runner.run
-    again: bool = False  # trials that are there are run anew; calibrations are not
+    tell: Callable[[dict[str, Any]], Any] = lambda report: None  # called on stalls, see runner.run
+    again: bool = False  # stored trials are rerun; calibrations are not
 
     def __post_init__(self) -> None:
         budget_s = self.budget_s
@@ -72,9 +72,9 @@ class Trials:
             timer.start()
 
     def run(self, cell: Cell, attempt: int = 0, gpu: str | None = None) -> Done:
-        """The trial of a cell, out of the ledger or run now, `gpu` as of runner.run. Raises Spent.
+        """Return a cell's trial from the ledger, or run it; `gpu` as in runner.run. Raises Spent.
 
-        Several threads may run one each.
+        Thread-safe: several threads may each run a trial.
         """
         spec, options = self.plan.spec(cell, attempt), self.plan.options(cell)
         told = self._calibrate(cell, options, gpu) if self.plan.calibrate else ""
@@ -85,7 +85,7 @@ class Trials:
         return done
 
     def _calibrate(self, cell: Cell, options: dict[str, Any], gpu: str | None) -> str:
-        """Puts a cell's times into `options`; says what they are, and by which trial."""
+        """Set a cell's times in `options`; return a description with the trial's id."""
         spec = calibration.calibration_spec(self.plan, cell)
         limit = {"deadline_s": calibration.DEADLINE_S}
         limit |= {name: options[name] for name in ("on_hang", "on_stall")}
@@ -95,7 +95,7 @@ class Trials:
             return f"nothing was predicted: its calibration {id} ended as {verdict.label}"
         size = calibration.size_of(self.plan, cell)
         options["predicted_s"] = found.predicted_s(size, self.plan.steps)
-        # Two digits: what was measured elsewhere within its noise makes no other trial of it.
+        # Two digits: values that differ only by noise must not give the trial another id.
         options["stall_s"] = max(options["stall_s"], float(f"{found.stall_s(size):.2g}"))
         return (
             f"predicted {options['predicted_s']:.3g} s, a silence of {options['stall_s']:.3g} s "
@@ -130,10 +130,10 @@ class Trials:
 
 @dataclass
 class Swept:
-    """What a sweep came to: its trials, the cells without one, and why those have none.
+    """Result of a sweep: its trials, the cells that did not run, and why.
 
     flaky: {number of the first attempt: Verdict} of cells whose attempts differ; invalid: pairs of
-    trials that were to run different code and did not.
+    trials that should have run different code but did not.
     """
 
     done: list[Done] = field(default_factory=list)
@@ -144,10 +144,10 @@ class Swept:
 
 
 def sweep(plan: Plan, ledger: Ledger, *, gpus: Gpus | None = None, **options: Any) -> Swept:
-    """Runs every cell of the plan that the ledger does not have; `options` as of Trials.
+    """Run every cell of the plan that is not in the ledger; `options` as in Trials.
 
-    One trial on each of `gpus` at once, unless one of the plan has several ranks; else one after
-    another. A sweep that was cut off goes on where it was: what is finished is in the ledger.
+    One trial on each of `gpus` at once, unless a trial of the plan has several ranks; else
+    sequentially. An interrupted sweep resumes: finished trials are in the ledger.
     """
     trials, cells = Trials(plan, ledger, **options), list(plan.cells())
     swept = Swept()
@@ -177,7 +177,7 @@ def sweep(plan: Plan, ledger: Ledger, *, gpus: Gpus | None = None, **options: An
 
 
 def same_paths(done: Sequence[Done]) -> Iterator[tuple[Done, Done]]:
-    """Pairs that differ in one factor that chooses code, and yet ran the same."""
+    """Yield pairs that differ only in one factor that chooses code, but ran the same code."""
     for one, other in combinations(done, 2):
         differ = [name for name in one.cell if one.cell[name] != other.cell[name]]
         comparable = len(differ) == 1 and differ[0] in PATHS and one.evidence.witness
@@ -188,10 +188,10 @@ def same_paths(done: Sequence[Done]) -> Iterator[tuple[Done, Done]]:
 def bisect(
     plan: Plan, ledger: Ledger, *, say: Callable[[Row], None] = lambda row: None, **options: Any
 ) -> Found:
-    """Searches for what causes the plan's fault, in at most `plan.most` trials and the budget.
+    """Search for the cause of the plan's fault, in at most `plan.most` trials and the budget.
 
-    With `attempts` above 1 a plan of one factor whose values have an order is searched for a flaky
-    threshold. `options` as of Trials. ValueError for a plan in which nothing is varied.
+    With `attempts` above 1, a plan of one factor with ordered values is searched for a flaky
+    threshold. `options` as in Trials. ValueError for a plan in which nothing is varied.
     """
     trials = Trials(plan, ledger, **options)
     varied = {name: values for name, values in plan.values.items() if len(values) > 1}

@@ -1,6 +1,6 @@
-"""What trials can vary, by subject: what every subject has, and the training step of this package.
+"""Factors of trials: those of every subject, and those of this package's training step.
 
-Any other subject has the settings it likes: a factor that nobody here knows is handed to it.
+Other subjects may have arbitrary settings: a factor unknown here is passed on to the subject.
 """
 
 import inspect
@@ -14,31 +14,31 @@ from nsa.lab.search.candidates import word
 from nsa.spelling import nearest
 
 TRAINING_SUBJECT = "nsa.lab.search.training_subject:make"
-ENVIRONMENT = "env."  # env.NAME of any subject is an environment variable of its process
+ENVIRONMENT = "env."  # env.NAME: an environment variable of any subject's process
 CALLED = {
     "T": "tokens", "S": "tokens", "dtypes": "dtype", "precision": "dtype", "version": "python",
 }  # fmt: skip
 SWITCH = (False, True)
-Legal = Callable[[Any], str]  # what would do instead of a value, "" where it is legal
+Legal = Callable[[Any], str]  # the requirement a value violates, "" if it is legal
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One thing that a trial can vary."""
+    """A factor that trials can vary."""
 
     name: str
     default: Any
-    legal: Legal | tuple[Any, ...]  # or its choices
+    legal: Legal | tuple[Any, ...]  # a check, or the choices
     help: str
-    # "settings", which the subject gets; "spec", "deadline", "observer": the trial itself
+    # "settings": passed to the subject; "spec", "deadline", "observer": of the trial itself
     place: str = "settings"
     env: Callable[[Any], dict[str, str]] = lambda value: {}  # variables to set before Python starts
-    # How much longer a step may take at another value than the default; above 1 it is an observer,
-    # which is no part of what is trained.
+    # Slowdown of a step at a non-default value; above 1 the factor is an observer, which does not
+    # change the training.
     slows: float = 1.0
 
     def check(self, value: Any) -> Any:
-        """The value; ValueError where it is not legal, with what would do."""
+        """Return the value; ValueError with the requirement if it is not legal."""
         if wrong := self._wrong(value):
             raise ValueError(f"{self.name}={value!r}: {wrong}")
         return value
@@ -53,9 +53,9 @@ class Factor:
 
 @dataclass(frozen=True)
 class Rule:
-    """What does not go together: `when` of the factors that its parameters name, and why.
+    """An invalid combination: `when` takes the factors named by its parameters; `why`: the reason.
 
-    Where `why` is empty, `when` returns the reason, "" where there is none.
+    If `why` is empty, `when` returns the reason, or "" if the combination is valid.
     """
 
     when: Callable[..., Any]
@@ -66,25 +66,25 @@ class Rule:
         return tuple(inspect.signature(self.when).parameters)
 
     def broken(self, settings: dict[str, Any]) -> str:
-        """Why these cannot be run, "" where they can."""
+        """Return the reason why these settings cannot run, "" if they can."""
         found = self.when(*(settings[name] for name in self.names))
         return (self.why or found) if found else ""
 
 
 def known(subject: str) -> dict[str, Factor]:
-    """The factors of a subject that are known here."""
+    """Return the known factors of a subject."""
     return COMMON | TRAINING if subject == TRAINING_SUBJECT else COMMON
 
 
 def rules(subject: str) -> tuple[Rule, ...]:
-    """What does not go together for a subject."""
+    """Return the rules for invalid combinations of a subject."""
     return RULES if subject == TRAINING_SUBJECT else ()
 
 
 def find(subject: str, name: str) -> Factor | None:
-    """The factor of that name; None where another subject may know it.
+    """Return the factor of that name; None if unknown, for other subjects.
 
-    Raises ValueError for one that the training subject does not have, naming the nearest.
+    Raises ValueError for an unknown factor of the training subject, naming the nearest.
     """
     factors = known(subject)
     if name in factors:
@@ -101,7 +101,7 @@ def find(subject: str, name: str) -> Factor | None:
 
 
 def listed() -> str:
-    """One line a factor: name, default, what it is; those of every subject first."""
+    """One line per factor: name, default, description; factors of every subject first."""
     lines = []
     for name, factor in (COMMON | TRAINING).items():
         default, legal = factor.default, factor.legal
@@ -126,7 +126,7 @@ def or_none(legal: Legal) -> Legal:
 
 
 def refused(check: Callable[..., Any], *values: Any) -> str:
-    """What the check says of these values, "" where it lets them through."""
+    """Return the check's error message for these values, "" if it passes."""
     try:
         check(*values)
     except (ValueError, TypeError) as error:
@@ -171,10 +171,10 @@ def _preset(value: Any) -> str:
     return refused(preset, value)
 
 
-# The second name of the allocator's variable is what torch before 2.9 reads.
+# The second name of the allocator's variable is for torch before 2.9.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # without which cuBLAS is not deterministic
-# What `conservative` makes of other factors; none of them may be given beside it.
+# Values set by `conservative`; none of these factors may be given with it.
 CONSERVATIVE = {"backend": "masked", "dtype": "fp32", "deterministic": True, "compile": False}
 COMMON = {factor.name: factor for factor in (
     Factor("ranks", 1, whole(1), "processes, started by torchrun when there are several",
@@ -217,7 +217,7 @@ TRAINING = {factor.name: factor for factor in (
            env=lambda value: dict.fromkeys(ALLOCATOR, value) if value else {}),
     Factor("launch_blocking", False, SWITCH, "CUDA_LAUNCH_BLOCKING=1", slows=2.0,
            env=lambda on: {"CUDA_LAUNCH_BLOCKING": "1"} if on else {}),
-    # Up to 3.1 was measured, of cpu_test with one layer at T 48; the case study has 3.6.
+    # Up to 3.1 was measured, for cpu_test with one layer at T 48; the case study has 3.6.
     Factor("anomaly", False, SWITCH, "autograd's anomaly mode", slows=3.6),
     Factor("deterministic", False, SWITCH, "torch.use_deterministic_algorithms",
            env=lambda on: CUBLAS if on else {}),
@@ -274,7 +274,7 @@ def _ddp(
 def _conservative(
     conservative, backend, compressed_backend, selected_backend, window_backend, dtype, compile
 ) -> str:
-    """What is given beside it, and contradicts it."""
+    """Return an error if factors given with `conservative` contradict it, else ""."""
     own = compressed_backend, selected_backend, window_backend
     given = {"backend": backend, "dtype": dtype, "compile": compile}
     wrong = [

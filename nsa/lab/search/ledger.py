@@ -1,4 +1,4 @@
-"""Trials on disk: each once, by its id, with its evidence and verdict."""
+"""Storage of trials on disk: each once, by id, with its evidence and verdict."""
 
 from __future__ import annotations
 
@@ -24,33 +24,32 @@ from whyhung.verdict import Verdict, judge
 from whyhung.watch.evidence import Evidence
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-MATTERS = ("deadline_s", "stall_s", "factor")  # of how a trial is run, beside what is run
+MATTERS = ("deadline_s", "stall_s", "factor")  # options that are part of a trial's id
 WAIT_S = 0.1
 
 
 class Ledger:
-    """Finished trials below `root`, one folder each: a trial that is there is not run again.
+    """Finished trials below `root`, one folder each: a stored trial is not run again.
 
-    Two supervisors may share it: one waits for a trial that the other runs. A folder appears whole
-    or not at all: a supervisor that is killed loses the trial in flight and nothing else, and the
-    next one takes its place.
+    Two supervisors may share it: one waits for a trial that the other runs. A folder appears
+    atomically: a killed supervisor loses only the trial in flight, and the next one replaces it.
 
-    <id>/evidence.json and verdict.json, and what the trial's processes wrote. <id>-1, <id>-2, ...
-    are earlier runs of trials that were run anew. Names that begin with a dot are in flight.
+    <id>/ contains evidence.json, verdict.json, and files of the trial's processes. <id>-1, <id>-2,
+    ... are earlier runs of repeated trials. Names that begin with a dot are in flight.
     """
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
 
     def id(self, spec: Spec, **options: Any) -> str:
-        """The trial's id: of its spec, the source, the environment, and its deadlines if given.
+        """Return the trial's id: a hash of its spec, source, environment, and deadlines if given.
 
-        Where one of that id is there, and files that it loaded by names made up while it ran are no
-        longer the same, theirs make another id: both trials are kept.
+        If a stored trial of that id loaded files by names computed at run time, and these have
+        changed, their hashes give another id: both trials are kept.
         """
         environment = preflight.environment(spec.python)
         limits = {name: options[name] for name in MATTERS if options.get(name) is not None}
-        if script.is_script(spec.subject):  # which may read and write what lies there
+        if script.is_script(spec.subject):  # which may read and write files there
             limits["folder"] = os.getcwd()
         id = spec.id(preflight.source_hash(spec.subject), {**environment, **limits})
         while (loaded := self._loaded(id)) != (now := sources.hashes(loaded)):
@@ -58,16 +57,16 @@ class Ledger:
         return id
 
     def _loaded(self, id: str) -> dict[str, str]:
-        """{file: hash} of what a finished trial imported beyond its import statements, sorted."""
+        """{file: hash} of files a finished trial imported beyond its import statements, sorted."""
         left = sorted((self.root / id).glob("loaded-*.json"))
         return dict(sorted(pair for file in left for pair in child.read(file, {}).items()))
 
     def get(self, id: str) -> tuple[Evidence, Verdict] | None:
-        """(Evidence, Verdict) of a finished trial, else None."""
+        """Return (Evidence, Verdict) of a finished trial, else None."""
         place = self.root / id
         try:
             verdict = json.loads((place / "verdict.json").read_bytes())
-            if (packed := place / "evidence.json.gz").is_file():  # of a kept run
+            if (packed := place / "evidence.json.gz").is_file():  # a kept run
                 evidence = json.loads(gzip.decompress(packed.read_bytes()))
             else:
                 evidence = json.loads((place / "evidence.json").read_bytes())
@@ -76,25 +75,25 @@ class Ledger:
         return Evidence.from_dict(evidence), Verdict.from_dict(verdict)
 
     def settled(self, id: str) -> tuple[Evidence, Verdict] | None:
-        """`get` of a trial that need not run again: it was not INCONCLUSIVE."""
+        """Like `get`, but None for an INCONCLUSIVE trial, which must run again."""
         found = self.get(id)
         return None if found is None or found[1].kind == "INCONCLUSIVE" else found
 
     def ids(self) -> list[str]:
-        """Of all finished trials, oldest first."""
+        """Ids of all finished trials, oldest first."""
         found = []
         for file in self.root.glob("*/verdict.json"):
-            with contextlib.suppress(OSError):  # another supervisor replaces it just now
+            with contextlib.suppress(OSError):  # another supervisor is replacing it
                 found.append((file.stat().st_mtime, file.parent.name))
         return [name for _, name in sorted(found) if not name.startswith(".")]
 
     def put(
         self, id: str, evidence: Evidence, verdict: Verdict, folder: str | Path | None = None
     ) -> Path:
-        """Stores a finished trial, and `folder` with it, which is moved; returns its folder.
+        """Store a finished trial with `folder`, which is moved; return the trial's folder.
 
-        One that is there becomes an earlier run, unless it was inconclusive. Raises OSError that
-        says so when the disk is full: what was stored before stays.
+        A stored one becomes an earlier run, unless it was inconclusive. Raises OSError with an
+        explanation if the disk is full: trials stored before are kept.
         """
         place = Path(folder) if folder is not None else self.root / f".{id}.{os.getpid()}"
         target, old = self.root / id, self.root / f".{id}.old"
@@ -115,16 +114,16 @@ class Ledger:
     def run(
         self, spec: Spec, *, again: bool = False, **options: Any
     ) -> tuple[str, Evidence, Verdict]:
-        """(id, Evidence, Verdict), out of the store or of a trial run now and stored.
+        """Return (id, Evidence, Verdict) from the ledger, or run the trial and store it.
 
-        `options` are those of runner.run, but `folder`. A stored INCONCLUSIVE is run again, and
-        with `again` any; the one before is kept then, as an earlier run.
+        `options` are those of runner.run, except `folder`. A stored INCONCLUSIVE is rerun, and with
+        `again` any trial, whose stored run is then kept as an earlier run.
         """
         id = self.id(spec, **options)
         if not again and (found := self.settled(id)):
             return (id, *found)
         with self._claimed(id, options.get("stop")):
-            if not again and (found := self.settled(id)):  # whoever held it has finished it
+            if not again and (found := self.settled(id)):  # finished by the previous holder
                 return (id, *found)
             place = self.root / f".{id}.flight"
             with self._undone(id, place):
@@ -135,7 +134,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _undone(self, id: str, place: Path | None = None) -> Iterator[None]:
-        """Whatever is raised leaves nothing in `place`; of a full disk the error tells more."""
+        """Remove `place` on any exception; explain a full disk in the error."""
         try:
             yield
         except BaseException as error:
@@ -151,9 +150,9 @@ class Ledger:
 
     @contextlib.contextmanager
     def _claimed(self, id: str, stop: threading.Event | None) -> Iterator[None]:
-        """Alone with this trial: a lock that ends with its holder, however that ends.
+        """Hold an exclusive lock on this trial, released when its holder ends in any way.
 
-        The file says who holds it, and is never removed: another one could hold what replaced it.
+        The file contains the holder's PID and is never removed: a new file would be another lock.
         """
         locks = self.root / ".locks"
         with self._undone(id):
@@ -176,7 +175,7 @@ class Ledger:
 
 
 def _write(path: Path, text: str) -> None:
-    """On the disk when it returns: a rename may come before what it renames otherwise."""
+    """Write and fsync: otherwise a later rename could reach the disk before the content."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

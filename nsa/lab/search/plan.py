@@ -1,4 +1,4 @@
-"""A plan: what is varied, what is fixed, what is never run together; and the trials it means."""
+"""Plans: varied factors, fixed settings, excluded combinations, and the resulting trials."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from whyhung.process.runner import ACTIONS, Spec, check_subject
 from whyhung.verdict import KINDS
 
 STRENGTH = {"all": 0, "pairs": 2, "triples": 3}
-ATTEMPT = "NSA_ATTEMPT"  # the variable that tells repeated trials of one cell apart
+ATTEMPT = "NSA_ATTEMPT"  # variable that distinguishes repeated trials of one cell
 
 
 @dataclass(frozen=True)
 class Plan:
     """Trials of one subject: `settings` are fixed, each of `factors` takes its values in turn.
 
-    Values of the training subject and of what every subject has are checked; what does not go
-    together is left out of `values`, see `left_out`. Raises ValueError for what is not known or not
-    legal, naming the nearest, and for a plan of which nothing is left.
+    Values of the training subject and of factors common to all subjects are checked; values that
+    no cell can have are removed from `values`, see `left_out`. Raises ValueError for unknown names
+    or illegal values, naming the nearest, and for a plan with no values left.
     """
 
     factors: dict[str, list[Any]]  # the first value of each is its default
     subject: str = TRAINING_SUBJECT
     settings: dict[str, Any] = field(default_factory=dict)
-    # Combinations that are not run, each a mapping of factors to a value or a list of them.
+    # Excluded combinations, each a mapping of factors to a value or a list of them.
     never: list[dict[str, Any]] = field(default_factory=list)
-    steps: int = 3  # of every trial, as all down to `oracles`
+    steps: int = 3  # of every trial, like all fields down to `oracles`
     deadline_s: float | None = None  # before a trial's deadline_factor
     predicted_s: float | None = None
     stall_s: float = 5.0
-    on_hang: str = "kill"  # or "report": what a certified hang does to a trial, ...
+    on_hang: str = "kill"  # or "report": action on a certified hang, ...
     on_stall: str = "report"  # ... and a stall that could end by itself
-    oracles: list[str] | None = None  # None: arrival and finite, and ranks of several
-    cover: str = "all"  # combinations of a sweep; or so many that have all "pairs", or "triples"
-    kind: str | None = None  # the verdict that a bisection looks for ...
-    most: int = 40  # ... in so many trials
-    attempts: int = 1  # how often it runs what passes
-    # Values that showed the fault elsewhere: where a bisection begins, all others at the defaults.
+    oracles: list[str] | None = None  # None: arrival and finite, and ranks if there are several
+    cover: str = "all"  # combinations in a sweep; or cells covering all "pairs", or "triples"
+    kind: str | None = None  # the verdict that a bisection searches for ...
+    most: int = 40  # ... in at most this many trials
+    attempts: int = 1  # runs of a passing cell
+    # Values that showed the fault elsewhere: start of a bisection, all others at the defaults.
     seen: dict[str, Any] = field(default_factory=dict)
-    calibrate: bool = False  # its times are measured for each cell, by smaller trials beforehand
+    calibrate: bool = False  # estimate times per cell with smaller trials beforehand
     question: str = ""
     left_out: tuple[str, ...] = field(default=(), init=False, compare=False)
     values: dict[str, list[Any]] = field(default_factory=dict, init=False, compare=False)
@@ -87,9 +87,9 @@ class Plan:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Plan:
-        """The plan that a YAML file holds. ValueError for a key it does not have."""
+        """Create the plan from a YAML file's content. ValueError for an unknown key."""
         names = [f.name for f in fields(cls) if f.init]
-        found = {name: value for name, value in found.items() if name != "screen"}  # of old plans
+        found = {name: value for name, value in found.items() if name != "screen"}  # old plans
         for name in found:
             if name not in names:
                 raise ValueError(f"a plan has no {name!r}; {nearest(name, names)}")
@@ -99,11 +99,11 @@ class Plan:
 
     @property
     def base(self) -> Cell:
-        """Every factor at its default."""
+        """The cell with every factor at its default."""
         return {name: values[0] for name, values in self.values.items()}
 
     def why_not(self, part: Mapping[str, Any]) -> str:
-        """Why a cell, or a part of one, is not run; "" where it is."""
+        """Return the reason why a cell, or a part of one, is not run; "" if it is."""
         for one in self.never:
             if all(name in part and _among(part[name], given) for name, given in one.items()):
                 return "never: " + ", ".join(f"{name}={word(part[name])}" for name in one)
@@ -115,7 +115,7 @@ class Plan:
         return ""
 
     def legal(self, part: Mapping[str, Any]) -> bool:
-        """Whether a cell, or a part of one, may be run."""
+        """Return True if a cell, or a part of one, may be run."""
         return not self.why_not(part)
 
     def cells(self) -> Iterator[Cell]:
@@ -131,11 +131,11 @@ class Plan:
                 yield cell
 
     def size(self) -> int:
-        """How many combinations there are, legal or not."""
+        """Number of combinations, legal or not."""
         return prod(len(values) for values in self.values.values())
 
     def spec(self, cell: Mapping[str, Any], attempt: int = 0) -> Spec:
-        """The trial of a cell; other attempts are other trials of the same."""
+        """Return the trial of a cell; each attempt is a separate trial."""
         whole: dict[str, Any] = {}
         env: dict[str, str] = {}
         observers, handed = [], {}
@@ -153,7 +153,7 @@ class Plan:
         if attempt:
             env[ATTEMPT] = str(attempt)
         usual = ["arrival", "finite", *(["ranks"] if whole["ranks"] > 1 else [])]
-        if script.is_script(self.subject):  # whose model nobody knows
+        if script.is_script(self.subject):  # its model is unknown
             usual = []
             handed.pop("seed", None)
         return Spec(
@@ -167,9 +167,9 @@ class Plan:
         )
 
     def options(self, cell: Mapping[str, Any]) -> dict[str, Any]:
-        """How a cell's trial is watched: options of `runner.run`.
+        """Supervision of a cell's trial: options of `runner.run`.
 
-        Each deadline makes a trial of its own; what a hang or a stall does to it makes none.
+        Deadlines are part of a trial's id; the actions on a hang or a stall are not.
         """
         settings, slower = self._settled(cell), 1.0
         for name, value in settings.items():
@@ -182,7 +182,7 @@ class Plan:
         return times | actions | {"deadline_s": deadline_s, "factor": slower}
 
     def _settled(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """The part, and for all else the plan's settings or the defaults."""
+        """Complete the part with the plan's settings, and defaults for the rest."""
         defaults = {name: factor.default for name, factor in known.known(self.subject).items()}
         return defaults | self.settings | dict(part)
 
@@ -228,11 +228,11 @@ class Plan:
                 )
 
     def _all(self, name: str) -> list[Any]:
-        """Every value that the plan gives it."""
+        """Return all values of that name in the plan."""
         return self.factors.get(name, [self.settings[name]] if name in self.settings else [])
 
     def _check_varied(self, key: str, part: Mapping[str, Any]) -> None:
-        """ValueError unless these factors, each with a value or a list of them, are varied so."""
+        """Raise ValueError unless the plan varies these factors with these values (or lists)."""
         for name, given in part.items():
             if name not in self.factors:
                 hint = nearest(name, self.factors)
@@ -244,7 +244,7 @@ class Plan:
                     raise ValueError(f"{key}: {name}: {error}") from None
 
     def _leave_out(self) -> None:
-        """Values that no cell could have are told of and dropped."""
+        """Drop values that no cell can have, and note them in `left_out`."""
         if why := self.why_not({}):
             raise ValueError(f"the settings cannot be run: {why}")
         notes, kept = [], {}
@@ -265,6 +265,6 @@ class Plan:
 
 
 def _among(value: Any, given: Any) -> bool:
-    """Whether it is the value given, or one of a list of them; True is not 1."""
+    """Return True if `value` equals `given` or is in that list; True is not 1."""
     values = given if isinstance(given, list) else [given]
     return any(type(value) is type(one) and value == one for one in values)

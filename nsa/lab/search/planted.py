@@ -1,6 +1,6 @@
-"""Faults planted into one layer of a model on some ranks, and which parameters must show them.
+"""Faults planted into one layer of a model on some ranks, and the parameters that must show them.
 
-Each lets training go on: no error is raised, losses fall. Only the arrival of gradients tells.
+With each, training continues: no error, falling losses. Only gradient arrival reveals it.
 """
 
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ from nsa.model.config import ModelConfig
 from nsa.reference.nsa import BRANCHES
 from nsa.spelling import choice
 
-BRANCH = "win"  # the branch that they spoil
+BRANCH = "win"  # the affected branch
 STATE = {"rank branch": "missing", "detached": "missing", "gate x 0": "zero"}
 FAULTS = tuple(STATE)
 
 
 @dataclass(frozen=True)
 class Planted:
-    """Where a fault is: the parameters that must show it, in which state, and on which ranks."""
+    """Location of a fault: the parameters that must show it, their state, and the ranks."""
 
     parameters: tuple[str, ...]
     state: str  # "missing" or "zero"
@@ -28,9 +28,9 @@ class Planted:
 
 
 def planted(fault: str, config: ModelConfig, ranks: int) -> Planted:
-    """What `plant` spoils: keys and values of the window in the middle layer.
+    """Location of the fault made by `plant`: keys and values of the middle layer's window.
 
-    "rank branch": the last rank takes another branch of the code than the others. "detached": every
+    "rank branch": the last rank executes another code branch than the others. "detached": every
     rank computes it without a graph. "gate x 0": its gate is multiplied by zero on every rank.
 
     Raises ValueError for an unknown fault, and for a rank branch with one rank only.
@@ -46,7 +46,7 @@ def planted(fault: str, config: ModelConfig, ranks: int) -> Planted:
 
 
 def plant(fault: str, model: nn.Module, rank: int, ranks: int) -> None:
-    """Spoils a LanguageModel on this rank, before anything wraps it; see `planted`."""
+    """Plant the fault in a LanguageModel on this rank, before any wrapper; see `planted`."""
     where = planted(fault, model.config, ranks)
     if rank not in where.ranks:
         return
@@ -67,8 +67,8 @@ def plant(fault: str, model: nn.Module, rank: int, ranks: int) -> None:
 
 
 def plant_root(model: nn.Module) -> None:
-    """The middle block's MLP adds a root of 0 that torch.where leaves out: right, but for gradients
-    that are 0 / 0 = NaN."""
+    """Make the middle block's MLP add a sqrt of 0 masked by torch.where: the output is unchanged,
+    but gradients are 0 / 0 = NaN."""
 
     def rooted(_module, _inputs, output: Tensor) -> Tensor:
         zero = output - output
@@ -78,7 +78,7 @@ def plant_root(model: nn.Module) -> None:
 
 
 def without_gradient(config: ModelConfig, names: Iterable[str]) -> set[str]:
-    """Those of a LanguageModel's parameters that rightly have none; see NSAAttention."""
+    """Parameters of a LanguageModel that correctly get no gradient; see NSAAttention."""
     parts = []
     if config.force_branch or config.stopgrad_gates:
         parts += ["gate1.", "gate2."]

@@ -1,4 +1,4 @@
-"""Where a fault begins along one ordered factor, whether it always fires or only often."""
+"""Threshold of a fault along one ordered factor, for deterministic and flaky faults."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ _TOLD = {True: "the fault", False: "passed", None: "unresolved"}
 
 @dataclass
 class Bracket:
-    """Where a fault begins: between two values, as far as it is known.
+    """Threshold of a fault, known to lie between two values.
 
-    below: the last value that passed, None where all values show the fault; above: the first that
-    showed it, None where none does. monotone: whether all answers agree with one threshold.
+    below: the last value that passed, None if all values show the fault; above: the first that
+    showed it, None if none does. monotone: True if all answers agree with one threshold.
     """
 
     below: Any = None
@@ -33,13 +33,13 @@ class Bracket:
 
 
 def threshold(values: Sequence[Any], test: Callable[[Any], Answer]) -> Bracket:
-    """Bisects `values`, in the order from harmless to faulty; each is tested at most once.
+    """Bisect `values`, ordered from harmless to faulty; each is tested at most once.
 
-    Both ends and the midpoint come first; at last the middle of either side's longest stretch that
-    nobody looked at, because a bisection alone never meets an answer that contradicts it. A value
-    that is unresolved is passed over, which widens the bracket.
+    Both ends and the midpoint are tested first; finally, on each side, the middle of the longest
+    untested interval, because a bisection alone cannot find a contradicting answer. Unresolved
+    values are skipped, which widens the bracket.
 
-    Raises ValueError for less than two values.
+    Raises ValueError for fewer than two values.
     """
     if len(values) < 2:
         raise ValueError(f"a threshold lies between two values, got {list(values)}")
@@ -62,7 +62,7 @@ def threshold(values: Sequence[Any], test: Callable[[Any], Answer]) -> Bracket:
 
 
 def _ends(known: Mapping[int, Answer]) -> tuple[int | None, int | None]:
-    """The last that passed and the first that showed the fault."""
+    """Return the last index that passed and the first that showed the fault."""
     passed = max((i for i, answer in known.items() if answer is False), default=None)
     return passed, min((i for i, answer in known.items() if answer is True), default=None)
 
@@ -73,7 +73,7 @@ def _monotone(known: Mapping[int, Answer]) -> bool:
 
 
 def _between(known: Mapping[int, Answer]) -> int | None:
-    """The value nearest to the middle of the bracket that nobody looked at yet."""
+    """Index of the untested value nearest to the middle of the bracket."""
     low, high = _ends(known)
     if low is None or high is None:
         return None
@@ -82,7 +82,7 @@ def _between(known: Mapping[int, Answer]) -> int | None:
 
 
 def _unseen(known: Mapping[int, Answer], side: bool) -> int | None:
-    """The middle of the longest stretch between two answers that are both `side`."""
+    """Middle index of the longest interval between two answers that are both `side`."""
     seen = sorted(i for i, answer in known.items() if answer is not None)
     gaps = [
         (b - a, (a + b) // 2)
@@ -94,11 +94,11 @@ def _unseen(known: Mapping[int, Answer], side: bool) -> int | None:
 
 @dataclass
 class Posterior:
-    """A threshold under a fault that does not always fire.
+    """Posterior of the threshold of a flaky fault.
 
-    value: the first at which it fires, most probably; None if it never fired. probability: of that.
-    bracket: the shortest run of values that holds the first one with SURE; rates: how often it
-    fired from `value` on, and below it, as (fired, trials).
+    value: the most probable first faulty value; None if it never fired. probability: that of value.
+    bracket: the shortest range of values containing the threshold with probability SURE; rates:
+    (fired, trials) at or above `value`, and below it.
     """
 
     value: Any
@@ -119,12 +119,12 @@ class Posterior:
 
 
 def bayes(values: Sequence[Any], test: Callable[[Any], Answer], *, trials: int = 20) -> Posterior:
-    """The first of `values`, from harmless to faulty, at which a fault fires that often does not.
+    """Find the first of `values`, ordered from harmless to faulty, at which a flaky fault fires.
 
-    Each trial is of the value whose answer tells most, so one may be asked again and again (`test`
-    must not remember), but not if it was unresolved. Ends after `trials`, or when one value is
-    SURE. Below its threshold the fault is held to be rare (Beta(0.02, 0.98): a signature does not
-    come by chance), above it to fire at a rate that is not known (Beta(0.7, 0.3)).
+    Each trial tests the most informative value, so a value may be tested repeatedly (`test` must
+    not cache), unless it was unresolved. Ends after `trials`, or when one value has probability
+    SURE. Prior rates: below the threshold the fault is rare (Beta(0.02, 0.98): a signature does not
+    occur by chance), above it the rate is unknown (Beta(0.7, 0.3)).
     """
     if len(values) < 2 or trials < 1:
         raise ValueError(f"bayes needs two values and a trial, got {list(values)} and {trials}")
@@ -139,13 +139,13 @@ def bayes(values: Sequence[Any], test: Callable[[Any], Answer], *, trials: int =
         [1.0] * len(values), alpha_new=0.7, beta_new=0.3, alpha_old=0.02, beta_old=0.98
     )
     answers: list[tuple[int, Answer]] = []
-    rest = list(range(len(values)))  # those that are not unresolved
+    rest = list(range(len(values)))  # indices not known to be unresolved
     while rest and len(answers) < trials and max(bisector.distribution) < SURE:
-        wanted = last - int(bisector.select())  # it looks for the last of the faulty
+        wanted = last - int(bisector.select())  # it searches for the last faulty one
         index = min(rest, key=lambda i: abs(i - wanted))
         answer = test(values[index])
         answers.append((index, answer))
-        if answer is None:  # not told to the bisector, which would rule the value out
+        if answer is None:  # not recorded: the bisector would rule the value out
             rest.remove(index)
         else:
             bisector.record(last - index, answer)

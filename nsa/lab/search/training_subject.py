@@ -1,4 +1,4 @@
-"""The training step of this package as what a trial runs, made of a plan's factors."""
+"""This package's training step as a trial subject, built from a plan's factors."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +30,10 @@ _BACKENDS = {"cmp": "compressed_backend", "slc": "selected_backend", "win": "win
 
 
 class TrainingSubject:
-    """step(i) trains on batch number i; `model` is the bare model, `trainer` all that trains it.
+    """Subject whose step(i) trains on batch i; `model` is the bare model, `trainer` its Trainer.
 
-    `settings` are named as in nsa.lab.search.factors; what is not given has its default, and what a
-    trial alone knows (attempt, ...) is passed over. close() puts back what it changed in this
+    `settings` are named as in nsa.lab.search.factors; missing ones have their defaults, and those
+    used by the trial alone (attempt, ...) are ignored. close() restores state changed in this
     process, and leaves the process group. ValueError for a name or a value that is not legal.
     """
 
@@ -75,31 +75,31 @@ class TrainingSubject:
                 opened.callback(setattr, rotary, "has_kernel", rotary.has_kernel)
                 rotary.has_kernel = lambda x: False
                 one_tensor_at_a_time(self.trainer.optimizer)
-            if settings["weights"] == "bf16":  # behind the back of the Trainer, which refuses them
+            if settings["weights"] == "bf16":  # bypasses the Trainer, which rejects them
                 self.model.to(torch.bfloat16)
             if settings["planted"] == "root":
                 plant_root(self.model)
             names = [name for name, _ in self.model.named_parameters()]
-            self.without_gradient = without_gradient(config, names)  # rightly, so no oracle minds
+            self.without_gradient = without_gradient(config, names)  # expected by the oracles
             self.observers = _observers(settings, self.trainer)
             self.trainer.observers = (progress, *self.observers.values())
             self._seen = opened.enter_context(witness.recording())
             self.close = opened.pop_all().close
 
     def step(self, i: int) -> Tensor:
-        """Trains on batch i; the loss, fp32, on its device."""
+        """Train on batch i; return the loss, fp32, on its device."""
         if not self.settings["anomaly"]:
             return self.trainer.step(i)
         with named_anomalies():
             return self.trainer.step(i)
 
     def result(self) -> dict[str, Any]:
-        """{"updates": rows of nsa.lab.observers.updates} where tracing is "updates"."""
+        """{"updates": rows of nsa.lab.observers.updates} if tracing is "updates", else {}."""
         seen = self.observers.get("updates")
         return {} if seen is None else {"updates": seen.rows()}
 
     def witness(self) -> dict[str, Any]:
-        """Which implementation served which branch, how often, and how the model was wrapped."""
+        """Return the implementations used per branch, with counts, and the model's wrapper."""
         return self._seen.record() | {
             "wrapped": type(self.trainer.wrapped).__name__,
             "compiled": self.trainer.config.compile,
@@ -107,7 +107,7 @@ class TrainingSubject:
         }
 
     def measured(self, *, count: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is measured in further steps, and what oracles say of one of them."""
+        """Return measurements of further steps, and results of oracles for one of them."""
         return further_steps(self.trainer, self, count=count)
 
 
@@ -115,7 +115,7 @@ make = TrainingSubject
 
 
 def one_tensor_at_a_time(optimizer: torch.optim.Optimizer) -> None:
-    """Neither fused nor foreach kernels from its next step on; it must have taken none so far."""
+    """Disable fused and foreach kernels; the optimizer must not have taken a step yet."""
     for group in optimizer.param_groups:
         group |= {"fused": False, "foreach": False}
 
@@ -128,7 +128,7 @@ def _place(settings: dict[str, Any]) -> parallel.Parallel:
     return parallel.start(
         settings["parallel"],
         backend=None if backend == "auto" else backend,
-        timeout_s=3600,  # its supervisor, which has looked at it, ends a trial, not the group
+        timeout_s=3600,  # the supervisor ends a trial, not the group's timeout
         **{name: settings[name] for name in ("device", *OF_DDP)},
     )
 
@@ -152,9 +152,9 @@ def _observers(settings: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def branchwise(backends: Mapping[str, str | None], *, safe_packing: bool = True) -> Iterator[None]:
-    """Every NSAAttention of this process calls `by_branches`, until the end of the context.
+    """Make every NSAAttention of this process call `by_branches` inside the context.
 
-    Nothing changes where no branch has a backend of its own and packing is safe.
+    Nothing changes if no branch has its own backend and packing is safe.
     """
     own = {branch: name for branch, name in backends.items() if name is not None}
     if not own and safe_packing:
@@ -166,7 +166,7 @@ def branchwise(backends: Mapping[str, str | None], *, safe_packing: bool = True)
     try:
         yield
     finally:
-        if layer.nsa_attention is ours:  # one that nobody closed ends whenever it is collected
+        if layer.nsa_attention is ours:  # an unclosed context ends when it is collected
             layer.nsa_attention = before
 
 
@@ -183,10 +183,10 @@ def by_branches(
     safe_packing: bool = True,
     **options: Any,
 ) -> Tensor:
-    """`nsa_attention` as a sum of one call for each branch, with `backends[branch]` or `backend`.
+    """Compute `nsa_attention` as a sum of calls per branch, with `backends[branch]` or `backend`.
 
-    safe_packing=False is a specimen of a mistake: the branches' outputs are collected in a tensor
-    through `.data`, behind autograd's back, so that no gradient reaches what is before them.
+    safe_packing=False is a deliberate bug: the branches' outputs are copied into a tensor through
+    `.data`, bypassing autograd, so that no gradient reaches anything before them.
     """
     outputs = [
         nsa_attention(

@@ -1,1 +1,1 @@
-"""Batches: a plan of many runs, a driver that has them run in a place, a child a run."""
+"""Batches: a plan of many runs, a driver that runs them in a place, and a child for each run."""

@@ -16,7 +16,7 @@ from whyhung.process.family import COOKIE
 def main(file: str | Path, most_s: float | str = math.inf) -> int:
     """Run the job unless another child has it or has ended it. Exit code 0: it ran to its end.
 
-    most_s: seconds that the place leaves it; the job's own timeout may be shorter.
+    most_s: seconds that the place allows; the job's own timeout may be shorter.
     """
     folder = Path(file).resolve().parent
     with locked(folder / "lock") as mine:
@@ -30,9 +30,9 @@ def main(file: str | Path, most_s: float | str = math.inf) -> int:
 
 
 def _run(folder: Path, job: dict[str, Any], most_s: float) -> dict[str, Any] | None:
-    """What ended.json will say; None where the run was cut from outside."""
+    """Run the job and return the content of ended.json; None if the run was cut from outside."""
     earlier = outcome(folder).run
-    if earlier and record.load(earlier).get("status") == "running":  # nobody else can be at it
+    if earlier and record.load(earlier).get("status") == "running":  # no other process can run it
         record.close_lost(earlier, "its process or its node died, and its job began anew")
     me = os.getpid()
     started = {"pid": me, "pid_started": record.process_start(me), "machine": record.machine()}
@@ -54,7 +54,7 @@ def _run(folder: Path, job: dict[str, Any], most_s: float) -> dict[str, Any] | N
             again=job["again"],
             evidence=job["evidence"],
             checked=job["checked"],
-            pages=False,  # the driver, which need not load what draws them for each run anew
+            pages=False,  # left to the driver, so that not each run has to load what draws them
             progress=False,
             began=lambda run: write_json(folder / "started.json", started | {"run": str(run)}),
             say=lambda text: print(text, flush=True),

@@ -1,4 +1,4 @@
-"""Run the jobs of a batch in a place, to the end or until told to stop."""
+"""Run the jobs of a batch in a place, to the end or until a request to stop."""
 
 import contextlib
 import shutil
@@ -27,17 +27,17 @@ from nsa.workbook.record import signals_handled
 
 FREE = 64 * 2**20  # bytes that a disk must have left for one more run
 POLL_S = 0.2
-CANCEL_S = 60.0  # in which a driver that is asked to end has ended
+CANCEL_S = 60.0  # maximum time for a driver to end after a request
 
 
 class Driver:
     """Runs a batch until its end, a request to stop, the end of its budget or of the disk.
 
-    A job that failed is run again only with `retry`. `show(batch)` is called at each look, `say`
-    with lines worth keeping. A place, `Local` or `Slurm`, waits for no job; `running` may hold jobs
-    that an earlier driver started there. `poll` gives those of which no child runs or waits, with
-    the reason, or "" where their own files say all; `cancel` sends their children a SIGTERM and
-    leaves them 20 s to close their records.
+    A failed job is run again only with `retry`. `show(batch)` is called at each poll, `say` with
+    lines worth keeping. The methods of a place, `Local` or `Slurm`, do not wait for jobs; `running`
+    may hold jobs that an earlier driver started there. `poll` returns those without a running or
+    waiting child, with the reason, or "" if their own files have it all; `cancel` sends their
+    children a SIGTERM and leaves them 20 s to close their records.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Driver:
         self.batch, self.place, self.retry = batch, place, retry
         self.ends = float("inf") if budget_s is None else time.monotonic() + budget_s
         self.show, self.say = show, say
-        self.why = ""  # it starts no more
+        self.why = ""  # why it starts no more jobs
         self._asked, self._cut = 0, False
 
     def run(self) -> list[Job]:
-        """The jobs at the end. ValueError where another driver has the plan, where its source
-        changed since it began, or where a job can never run in this place."""
+        """Run the batch and return its jobs. ValueError if another driver has the plan, if its
+        source changed since it began, or if a job can never run in this place."""
         batch = self.batch
         self.place.check([job for job in batch.jobs if job.status != OK])
         try:
@@ -81,7 +81,7 @@ class Driver:
             self._prepare()
             with signals_handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._ask)):
                 self._loop()
-            for job in batch.jobs:  # also of those that ended while nobody drove
+            for job in batch.jobs:  # also jobs that ended while no driver ran
                 self._report(job)
             try:
                 report.index(batch.root)
@@ -90,15 +90,15 @@ class Driver:
         return batch.jobs
 
     def cancel(self) -> None:
-        """End what runs: by its driver, or where there is none by this one, which starts nothing.
-        ValueError where a driver does not end within a minute."""
+        """End running jobs: through their driver, or without one from here, starting nothing.
+        ValueError if a driver does not end within a minute."""
         file, ends, asked = self.batch.folder / "cancel", time.monotonic() + CANCEL_S, False
         if not self.batch.folder.is_dir():
             raise ValueError(f"{self.batch.plan.path} was never run with {self.batch.root}")
         while time.monotonic() < ends:
             with locked(self.batch.lock) as mine:
                 if mine and asked and not file.exists():
-                    return  # its driver did
+                    return  # ended by its driver
                 if mine:
                     self._prepare()
                     self._stop("cancelled", cut=True)
@@ -111,8 +111,8 @@ class Driver:
         raise ValueError(f"{self.batch.driver()}, which has not ended; it will find {file}")
 
     def _prepare(self) -> None:
-        """Take over what an earlier driver started, and reset what is to be run again."""
-        for left in self.batch.folder.glob(".manifest.json-*"):  # of a driver that was killed
+        """Take over the jobs of an earlier driver, and reset those to be run again."""
+        for left in self.batch.folder.glob(".manifest.json-*"):  # left by a driver that was killed
             left.unlink(missing_ok=True)
         for job in self.batch.jobs:
             if job.status == RUNNING:
@@ -164,7 +164,7 @@ class Driver:
             self._stop(f"{free / 2**20:.0f} MiB are left on the disk of {self.batch.root}")
 
     def _stop(self, why: str, cut: bool = False) -> None:
-        """Start no more; with `cut` end what runs too."""
+        """Start no more jobs; with `cut` end running ones too."""
         running = self._running()
         if not self.why:
             self.why = why
@@ -183,11 +183,11 @@ class Driver:
         self._close(job, why)
         found = outcome(job.folder)
         (job.folder / "queued.json").unlink(missing_ok=True)
-        if found.reason == "changed":  # of what its notebook says now no run is made
+        if found.reason == "changed":  # the notebook as it is now is not run
             self.batch.reset(job)
             self._stop(f"{job.name}: {found.message}")
             return
-        if not found.ended and not found.message:  # all that is left is what its process printed
+        if not found.ended and not found.message:  # only the output of its process is left
             log = job.log.read_text(errors="replace") if job.log.exists() else ""
             said = why or (log.strip().splitlines() or ["its process left nothing"])[-1]
             cut = found.run or why or FULL in said
@@ -203,21 +203,21 @@ class Driver:
         if run and (run / "notebook.ipynb").is_file() and not (run / "report.html").is_file():
             try:
                 report.render(run)
-            except Exception as error:  # it costs nothing but itself
+            except Exception as error:  # a failed report has no other consequences
                 self.say(f"no report of {run}: {type(error).__name__}: {error}")
 
     def _close(self, job: Job, why: str) -> None:
-        """Say in the record of a run that its child is gone."""
+        """Write in the record of a run that its child is gone."""
         run = outcome(job.folder).run
         if run and record.load(run).get("status") == "running":
-            with contextlib.suppress(OSError):  # of a full disk; it is shown as lost all the same
+            with contextlib.suppress(OSError):  # on a full disk; the run is still shown as lost
                 record.close_lost(run, why or "its process is gone")
 
     def _ready(self) -> list[Job]:
-        """Jobs to run of which all that they wait for has run."""
+        """Jobs to run whose dependencies have all run."""
         done = {job.name for job in self.batch.jobs if job.status == OK}
         left = [job for job in self.batch.jobs if job.status == TO_RUN]
-        # All jobs of a grid wait for the same ones; with thousands each is looked at once.
+        # All jobs of a grid share their dependencies; with thousands of jobs each set is read once.
         waits = {id(job.entry.after): job.entry.after for job in left}
         free = {key for key, after in waits.items() if done.issuperset(after)}
         return [job for job in left if id(job.entry.after) in free]

@@ -1,4 +1,4 @@
-"""Jobs on this machine: each a process of its own, with GPUs of its own."""
+"""Jobs on this machine: each in its own process, with its own GPUs."""
 
 import contextlib
 import os
@@ -18,9 +18,9 @@ GRACE_S = 20.0  # between the request to end and SIGKILL
 
 
 class Local:
-    """`at_once` jobs beside each other, by default as many as there are GPUs, one where none is.
+    """At most `at_once` parallel jobs; the default is the number of GPUs, or one without any.
 
-    A child outlives a driver that is killed; the next driver finds it by the lock of its job.
+    A child survives a driver that is killed; the next driver finds it by the lock of its job.
     """
 
     def __init__(self, at_once: int | None = None) -> None:
@@ -55,13 +55,13 @@ class Local:
 
     def _start(self, job: Job, gpus: list[str]) -> None:
         cookie = family.new_cookie()
-        # Of none that it is given it sees none: another job may have them.
+        # A job without assigned GPUs sees none, since another job may have them.
         visible = only(",".join(gpus)) if self.gpus else {}
         child = start_child(job.file, job.log, family.environment(os.environ, cookie) | visible)
         self._children[job] = child
         began = record.process_start(child.pid)
         known = {"pid": child.pid, "pid_started": began, "cookie": cookie, "gpus": gpus}
-        with contextlib.suppress(OSError):  # of a full disk; the child tells the same
+        with contextlib.suppress(OSError):  # on a full disk; the child reports the same
             write_json(job.folder / "queued.json", known)
 
     def poll(self, running: Sequence[Job]) -> dict[Job, str]:
@@ -71,8 +71,8 @@ class Local:
             code = child.poll() if child else None
             if child and code is not None:
                 del self._children[job]
-                is_there = code == BUSY and busy(job)  # an earlier driver's child is at it
-            else:  # without a child of ours, one may be on the way to its lock
+                is_there = code == BUSY and busy(job)  # a child of an earlier driver runs it
+            else:  # without a child of ours, one may not have reached its lock yet
                 is_there = bool(child) or busy(job) or is_alive(_now(job))
             if is_there:
                 if time.monotonic() > self._kill_at.get(job, float("inf")):
@@ -81,7 +81,7 @@ class Local:
             gone[job] = "" if child else "its process is gone"
             if code is not None and code < 0:
                 gone[job] = f"its process was ended by {family.signal_name(-code)}"
-            # What a run started and left behind would keep the GPU.
+            # Processes that a run left behind would keep the GPU.
             if cookie := _now(job).get("cookie"):
                 family.end_family(cookie)
             self._kill_at.pop(job, None)
@@ -95,14 +95,14 @@ class Local:
 
 
 def _now(job: Job) -> dict[str, Any]:
-    """What is known of the job's child; that which holds the lock has the last word."""
+    """State of the job's child; fields from the child that holds the lock take precedence."""
     found = {"gpus": None} | job.says("queued") | job.says("started")
     gpus = found["gpus"] or []
     return found | {"gpus": gpus.split(",") if isinstance(gpus, str) else gpus}
 
 
 def _signal(job: Job, number: int) -> None:
-    """To the process that is at the job, if its number is not another one's by now."""
+    """Send a signal to the job's process, unless its pid belongs to another process by now."""
     now = _now(job)
     if is_alive(now):
         with contextlib.suppress(ProcessLookupError):

@@ -1,9 +1,9 @@
-"""A job, the files that it leaves, and what the places where jobs run have in common.
+"""A job, the files that it leaves, and the parts common to all places where jobs run.
 
-A job's folder holds job.json (what is to be run, written by the driver), queued.json (what a place
-knows of it), started.json (the run's folder and the process, written by the child), ended.json (how
-it ended, by the child) and log.txt. **Who holds the lock of a job that has not ended runs it**, so
-a child that is started twice, by a driver that was killed or by a queue that requeues, runs it
+A job's folder holds job.json (what is to be run, written by the driver), queued.json (the place's
+data on it), started.json (the run's folder and the process, written by the child), ended.json (how
+it ended, by the child) and log.txt. **The holder of the lock of a job that has not ended runs it**,
+so a child that is started twice, by a driver that was killed or by a queue that requeues, runs it
 once. A run that was cut from outside (a signal, a full disk, a dead node) is not an end: the next
 child begins it again.
 """
@@ -26,16 +26,16 @@ from nsa.workbook.run import CUT
 
 CHILD = "nsa.workbook.batch.child"  # run as `python -m CHILD <folder>/job.json`
 FULL = os.strerror(errno.ENOSPC)
-BUSY = 3  # exit code of a child that found another one at its job
+BUSY = 3  # exit code of a child whose job already has a child
 TO_RUN, RUNNING, OK, FAILED, STOPPED = "to run", "running", "ok", "failed", "stopped"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job, by its files and its run's record.
+    """Outcome of a job, from its files and its run's record.
 
     status: "" (not begun), ok, failed (by itself: an error, its timeout) or stopped (cut from
-    outside, or still running: `busy` tells). run: the folder of its latest run, or None.
+    outside, or still running, see `busy`). run: the folder of its latest run, or None.
     """
 
     status: str
@@ -57,18 +57,18 @@ NOTHING = Outcome("")
 class Job:
     """One run of a plan, and its state. Its name is unique in the plan.
 
-    gpus: None is one where there are any, and none elsewhere. status: to run, running, ok, failed,
-    stopped (cut from outside, and run again by the next driver) or "not run: why".
+    gpus: None is one if there are any, else none. status: to run, running, ok, failed, stopped (cut
+    from outside, and run again by the next driver) or "not run: why".
     """
 
     name: str
     folder: Path
-    timeout_s: float | None = None  # for the notebook; the child keeps it
+    timeout_s: float | None = None  # for the notebook; enforced by the child
     gpus: int | None = None
     entry: Entry | None = None
     status: str = TO_RUN
     outcome: Outcome = NOTHING
-    cached: bool = False  # it was there before this driver
+    cached: bool = False  # it existed before this driver
     began: float | None = None  # time.monotonic
     written: bool = False  # job.json, by this driver
 
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What the child prints."""
+        """File of the child's output."""
         return self.folder / "log.txt"
 
     @property
@@ -86,13 +86,13 @@ class Job:
         return self.status == OK and self.outcome.verdict != "FAIL"
 
     def says(self, name: str) -> dict[str, Any]:
-        """The content of one of its files, `queued` or `started`; {} where it is not there."""
+        """Content of one of its files, `queued` or `started`; {} if it does not exist."""
         found = read_json(self.folder / f"{name}.json")
         return found if isinstance(found, dict) else {}
 
 
 def outcome(folder: Path) -> Outcome:
-    """The outcome of the job in this folder."""
+    """Outcome of the job in this folder."""
     ended = read_json(folder / "ended.json")
     found = ended or read_json(folder / "started.json")
     if not isinstance(found, dict):
@@ -103,7 +103,7 @@ def outcome(folder: Path) -> Outcome:
         content.get(key) or found.get(key) for key in ("stop_reason", "message", "seconds")
     )
     status = (ended or {}).get("status") or FAILED
-    if not ended and content.get("status") == OK:  # its child was killed just behind its end
+    if not ended and content.get("status") == OK:  # its child was killed just after its end
         status = OK
     elif not ended and (not reason or reason in (*CUT, "lost") or FULL in (message or "")):
         status = STOPPED
@@ -116,7 +116,7 @@ def verdict_of(run: Path | None) -> str:
 
 @contextlib.contextmanager
 def locked(file: Path) -> Iterator[bool]:
-    """True if this process has the lock, which ends with it, however it ends."""
+    """Lock a file; True if this process has the lock, which is released however it ends."""
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -129,13 +129,13 @@ def locked(file: Path) -> Iterator[bool]:
 
 
 def busy(job: Job) -> bool:
-    """A child is at it, on this machine or another one that shares its files' locks."""
+    """True if a child runs the job, on this machine or another one that shares its files' locks."""
     with locked(job.folder / "lock") as free:
         return not free
 
 
 def is_coming(job: Job) -> bool:
-    """A child of it was started, and is in a queue or on the way to its lock."""
+    """True if a child was started, and is in a queue or has not reached its lock yet."""
     queued = job.says("queued")
     return "job" in queued or is_alive(queued)
 
@@ -146,7 +146,7 @@ def is_alive(known: Mapping[str, Any]) -> bool:
 
 
 def start_child(file: Path, log: Path, variables: Mapping[str, str], *more: str):
-    """A job's child in a session of its own, as a Ctrl-C is the driver's to hand on."""
+    """Start a job's child in its own session, so that only the driver passes on a Ctrl-C."""
     with log.open("ab") as out:
         return subprocess.Popen(
             [sys.executable, "-m", CHILD, str(file), *more],

@@ -1,6 +1,6 @@
-"""A plan: a YAML file of notebooks x parameter grids, checked whole before anything runs.
+"""A plan: a YAML file of notebooks x parameter grids, checked completely before anything runs.
 
-plan.schema.json beside this file says which keys there are.
+plan.schema.json beside this file defines the keys.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ from nsa.workbook.opening import Planned
 from whyhung.cli import seconds
 
 SCHEMA = Path(__file__).with_name("plan.schema.json")
-MOST = 100_000  # jobs of a plan
+MOST = 100_000  # most jobs of a plan
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One job of a plan, of which nothing is written: a notebook with its parameters.
+    """One job of a plan, before anything is written: a notebook with its parameters.
 
-    `planned` has the name of its run on this machine; `source` the hash of what would run.
+    `planned` has the name of its run on this machine; `source` the hash of the code to run.
     """
 
-    name: str  # of the list's entry, the grid's values and the repeat
+    name: str  # from the list's entry, the grid's values and the repeat
     question: str
     planned: Planned
     source: str
@@ -38,11 +38,11 @@ class Entry:
     after: tuple[str, ...] = ()  # names of jobs
     timeout_s: float | None = None
     gpus: int | None = None
-    checked: bool = True  # its values go together; else its child finds out
+    checked: bool = True  # its values were checked together; else its child does it
 
     @property
     def key(self) -> str:
-        """8 hex digits that tell it from others, also where it has the same name."""
+        """8 hex digits that distinguish it from others, also those with the same name."""
         spec = [self.planned.notebook.stem, self.planned.full, self.repeat]
         text = json.dumps(spec, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """`name` is the file's, and that of the batch's folder."""
+    """Jobs of a plan; `name` is the file's, and that of the batch's folder."""
 
     name: str
     path: Path
@@ -64,10 +64,10 @@ def read_plan(
     notebooks: str | Path = "notebooks",
     slurm: dict[str, Any] | None = None,
 ) -> Plan:
-    """The plan in a YAML file; `slurm` has settings that win over those below its `slurm:`.
+    """Read the plan in a YAML file; settings in `slurm` override those below its `slurm:`.
 
-    ValueError names the file and the job: a key, notebook, parameter or value that is wrong, a name
-    that comes twice, jobs that wait for each other, no job or more than 100,000.
+    ValueError names the file and the job: a wrong key, notebook, parameter or value, a duplicate
+    name, jobs that wait for each other, no job or more than 100,000.
     """
     path = Path(path)
     content = parameters.read_file(path)
@@ -106,12 +106,12 @@ def read_plan(
 
 
 def size(job: dict[str, Any]) -> int:
-    """How many runs an entry of the list stands for."""
+    """Number of runs from an entry of the list."""
     return math.prod(map(len, job.get("grid", {}).values())) * job.get("repeats", 1)
 
 
 class _Expander:
-    """Jobs of the list's entries. What takes long is looked up once a notebook, not once a job."""
+    """Expands the list's entries into jobs, with slow lookups once a notebook, not once a job."""
 
     def __init__(self, folder: Path, notebooks: str | Path, defaults: dict[str, Any]):
         self.folder, self.notebooks, self.defaults = folder, notebooks, defaults
@@ -142,13 +142,13 @@ class _Expander:
         if both := sorted({*grid} & {*(job.get("parameters") or {})}):
             raise ValueError(f"{both[0]!r} stands in parameters and in grid; leave one of them out")
         facts = self.snapshot
-        if options["gpus"] != 0:  # a job sees as many as it is given
+        if options["gpus"] != 0:  # a job sees as many as it is assigned
             facts = facts | {"gpus": facts["gpus"][: options["gpus"] or 1]}
         for values in itertools.product(*grid.values()):
             cell = dict(zip(grid, values, strict=True))
             given = parameters.check(declared, fixed | cell)
             full = parameters.filled(declared, given)
-            # What a GPU changes, only a machine that has one can tell: there the child checks.
+            # Effects of a GPU can only be checked on a machine with one: the child does it there.
             elsewhere = full.get("device") == "cuda" and not self.snapshot["gpus"]
             if not elsewhere:
                 together(full)
@@ -173,7 +173,7 @@ def _several(value: str | list[str] | None) -> list[str]:
 
 
 def _check(path: Path, content: dict[str, Any]) -> None:
-    """The first thing that is wrong by the schema, in words."""
+    """Raise ValueError with the first violation of the schema, in words."""
     import jsonschema
 
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))

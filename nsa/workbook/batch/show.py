@@ -1,4 +1,4 @@
-"""What a batch says: a line a job, the table, what failed and where, and how long it may take."""
+"""Output of a batch: a line for each job, the table, the failures, and the estimated duration."""
 
 import contextlib
 import heapq
@@ -16,12 +16,12 @@ from nsa.workbook.batch.place import FAILED, OK, RUNNING, STOPPED, TO_RUN, Job
 from nsa.workbook.batch.state import Batch
 from nsa.workbook.files import read_json
 
-MOST_FAILURES = 20  # that are told with their cells
+MOST_FAILURES = 20  # number of failures listed with their cells
 ORDER = (OK, FAILED, STOPPED, RUNNING, TO_RUN, "not run")
 
 
 def line(batch: Batch, job: Job) -> str:
-    """One job that has ended: its number, status, time and run."""
+    """Line for a job that has ended: its number, status, time and run."""
     number = 1 + batch.jobs.index(job)
     found = job.outcome
     words = job.status + (f", {found.verdict}" if found.verdict else "")
@@ -32,7 +32,7 @@ def line(batch: Batch, job: Job) -> str:
 
 
 def table(batch: Batch) -> list[dict[str, str]]:
-    """A row a job."""
+    """Table with a row for each job."""
     rows = []
     for job in batch.jobs:
         run, seconds = job.outcome.run, job.outcome.seconds
@@ -48,13 +48,13 @@ def table(batch: Batch) -> list[dict[str, str]]:
 
 
 def counted(batch: Batch) -> str:
-    """`3 ok, 1 failed, 36 to run`."""
+    """Counts by status: `3 ok, 1 failed, 36 to run`."""
     count = batch.count()
     return ", ".join(f"{count[status]:,} {status}" for status in ORDER if count[status])
 
 
 def failures(batch: Batch) -> list[str]:
-    """What did not end well: the cell, the error, the folder; the first 20."""
+    """Failed and stopped jobs: the cell, the error, the folder; the first 20."""
     bad = [job for job in batch.jobs if job.status in (FAILED, STOPPED)]
     lines = []
     for job in bad[:MOST_FAILURES]:
@@ -68,7 +68,7 @@ def failures(batch: Batch) -> list[str]:
 
 
 def _cell(run: Path | None) -> str:
-    """The code cell of a run's notebook that failed: its number and first line."""
+    """Code cell of a run's notebook that failed: its number and first line."""
     cells = read_json(run / "notebook.ipynb", {}).get("cells", []) if run else []
     code = [cell for cell in cells if cell.get("cell_type") == "code"]
     code = [cell for cell in code if "injected-parameters" not in cell["metadata"].get("tags", [])]
@@ -81,7 +81,7 @@ def _cell(run: Path | None) -> str:
 
 
 def span(seconds: float) -> str:
-    """42 s, 3 min 20 s, 2 h 5 min."""
+    """Duration in words: 42 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -91,8 +91,8 @@ def span(seconds: float) -> str:
 
 
 def estimate(batch: Batch, at_once: int) -> str:
-    """How long what is to run may take, from runs below the batch's root on such devices: of the
-    same parameters, else of the same notebook."""
+    """Estimated duration of the remaining jobs, from runs below the batch's root on the same
+    devices: with the same parameters, else of the same notebook."""
     left = [job.entry.planned for job in batch.jobs if job.status in (TO_RUN, STOPPED)]
     if not left:
         return "nothing is to be run"
@@ -103,7 +103,7 @@ def estimate(batch: Batch, at_once: int) -> str:
         name, took = content.get("notebook"), content.get("seconds")
         if name not in wanted or content.get("status") != OK or not took:
             continue
-        with contextlib.suppress(ValueError):  # a folder that somebody damaged tells nothing
+        with contextlib.suppress(ValueError):  # a damaged folder gives no estimate
             full = parameters.read_file(file.parent / "parameters.yaml")
             gpus = _gpus(read_json(file.parent / "environment.json", {}))
             known[name, gpus, _text(full)].append(took)
@@ -124,7 +124,7 @@ def estimate(batch: Batch, at_once: int) -> str:
 
 
 def _makespan(times: list[float], at_once: int) -> float:
-    """The time of jobs begun in order, each as soon as one of so many places is free."""
+    """Total time of jobs begun in order, each as soon as one of `at_once` places is free."""
     free = [0.0] * min(at_once, len(times))
     for seconds in times:
         heapq.heapreplace(free, free[0] + seconds)
@@ -141,8 +141,8 @@ def _text(full: dict) -> str:
 
 @contextlib.contextmanager
 def live(batch: Batch, quiet: bool = False) -> Iterator:
-    """(show, say) for a driver: on a terminal a bar with the job that began last and what it
-    printed last; elsewhere only the lines."""
+    """(show, say) for a driver: on a terminal a bar with the job that began last and its latest
+    output; elsewhere only the lines."""
     if quiet or not sys.stderr.isatty():
         yield lambda batch: None, lambda text: print(text, file=sys.stderr, flush=True)
         return

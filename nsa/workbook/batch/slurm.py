@@ -1,5 +1,5 @@
-"""Jobs on a Slurm cluster: submitit sends each to the queue, and the job's own files, `squeue` and
-the deadline tell when it has gone.
+"""Jobs on a Slurm cluster: submitit sends each to the queue; the job's own files, `squeue` and the
+deadline show when it has ended.
 
 Nothing here needs sacct, without which submitit waits forever for a job that left no result.
 """
@@ -24,9 +24,9 @@ from nsa.workbook.batch.place import Job, busy, outcome, start_child
 from nsa.workbook.files import write_json
 from whyhung.cli import seconds
 
-SIGNAL_S = 60  # so long before its end Slurm signals a job; it may do so up to a minute earlier
-MARGIN_S = 180  # of a job's time are for its start and for an end in order
-ENDED = {  # states of a job that runs no more, in words; "" where its own files say all
+SIGNAL_S = 60  # how long before its end Slurm signals a job; it may do so up to a minute earlier
+MARGIN_S = 180  # part of a job's time for its start and for an orderly end
+ENDED = {  # states of a job that no longer runs, in words; "" if its own files have the reason
     "BOOT_FAIL": "its node did not start",
     "CANCELLED": "its job on Slurm was cancelled",
     "COMPLETED": "",
@@ -39,7 +39,7 @@ ENDED = {  # states of a job that runs no more, in words; "" where its own files
     "TIMEOUT": "its time on Slurm was over",
     "": "Slurm does not know its job any more",
 }
-NEVER = {  # reasons of a job that waits for what will not come
+NEVER = {  # reasons for which a job would wait forever
     "AccountNotAllowed",
     "BadConstraints",
     "InvalidAccount",
@@ -50,13 +50,13 @@ NEVER = {  # reasons of a job that waits for what will not come
     "launch_failed_requeued_held",
 }
 UP = ("idle", "mix", "alloc", "comp", "resv", "plan")
-OPTIONS = ("partition", "account", "qos", "constraint")  # handed on as they are
+OPTIONS = ("partition", "account", "qos", "constraint")  # passed on unchanged
 
 
 class Slurm:
-    """`settings`: the plan's `slurm:`. ValueError where this machine has no Slurm or submitit.
+    """Place for the plan's `slurm:`, `settings`. ValueError without Slurm or submitit here.
 
-    A job that is preempted or loses its node is queued again by Slurm, and its child begins anew.
+    A job that is preempted or loses its node is queued again by Slurm, and its child starts over.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None, every_s: float = 2.0) -> None:
@@ -77,7 +77,7 @@ class Slurm:
         import submitit  # noqa: F401  where it is missing, nothing is to be written
 
         self.every_s, self._next = every_s, 0.0
-        self._ended: set[Job] = set()  # at the last look
+        self._ended: set[Job] = set()  # at the last poll
         self._strays_are_gone = False
         self._node_gpus: int | None = None
 
@@ -104,9 +104,9 @@ class Slurm:
             self._end_strays(jobs[0], running)
             try:
                 self._submit(jobs, *shape)
-            except Exception as error:  # submitit's, with the last words of sbatch
+            except Exception as error:  # submitit's exception, with the last line of sbatch
                 said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-                if started:  # these were sent, and the others are tried again
+                if started:  # the started jobs were sent, and the others are tried again
                     break
                 raise OSError(errno.EAGAIN, f"Slurm took no job: {said}") from error
             started += jobs
@@ -128,7 +128,7 @@ class Slurm:
         self._next = 0.0
 
     def _shape(self, job: Job) -> tuple[int, int]:
-        """GPUs and minutes of the job in the queue. ValueError where it has no time."""
+        """GPUs and minutes of the job in the queue. ValueError if it has no time limit."""
         limits = [job.timeout_s, self.time_s and self.time_s - MARGIN_S]
         if not any(limits):
             raise ValueError(
@@ -142,7 +142,7 @@ class Slurm:
         return self._node_gpus if gpus is None else gpus, math.ceil((left_s + MARGIN_S) / 60)
 
     def _options(self, gpus: int, minutes: int) -> dict[str, Any]:
-        """As sbatch and submitit both name them."""
+        """Options under the names that sbatch and submitit share."""
         named = {key: self.settings[key] for key in OPTIONS if key in self.settings}
         if "memory_gb" in self.settings:
             named["mem"] = f"{math.ceil(self.settings['memory_gb'] * 1024)}M"
@@ -153,7 +153,7 @@ class Slurm:
         return named | {"time": minutes}
 
     def _submit(self, jobs: list[Job], gpus: int, minutes: int) -> None:
-        """Send them to the queue; two or more are an array."""
+        """Send the jobs to the queue; two or more are an array."""
         import submitit
 
         folder = jobs[0].folder.parents[1] / "slurm"
@@ -177,8 +177,8 @@ class Slurm:
             write_json(job.folder / "queued.json", {"job": one.job_id, "minutes": minutes})
 
     def _end_strays(self, job: Job, running: Sequence[Job]) -> None:
-        """Cancel jobs that a driver sent and was killed before it wrote so: these would run twice,
-        were it not for the lock, and a cancelled batch would go on."""
+        """Cancel jobs that a driver sent but was killed before it recorded them: only the lock
+        keeps them from running twice, and a cancelled batch would continue."""
         if self._strays_are_gone:
             return
         self._strays_are_gone = True
@@ -186,12 +186,12 @@ class Slurm:
         _cancel({*asked.stdout.split()} - {*map(_id, running)} if asked else ())
 
     def _gone(self, job: Job, states: dict | None) -> str | None:
-        """Why no child is at the job and none will be; None while one is or waits."""
-        with contextlib.suppress(OSError):  # what a node wrote is seen at once, also over NFS
+        """Reason why no child runs or will run the job; None while one runs or waits."""
+        with contextlib.suppress(OSError):  # makes a node's writes visible at once, also over NFS
             job.folder.chmod(job.folder.stat().st_mode)
         if outcome(job.folder).ended and not busy(job):
             queued = job.says("queued").get("job")
-            if queued != _id(job):  # an earlier driver's was first
+            if queued != _id(job):  # an earlier driver's job ran it first
                 _cancel([queued])
             return ""
         if states is None:
@@ -203,13 +203,13 @@ class Slurm:
         if state not in ENDED:
             self._ended.discard(job)
             return None
-        if job not in self._ended:  # it may be queued again, or its last file be on its way
+        if job not in self._ended:  # it may be queued again, or its last file is delayed
             self._ended.add(job)
             return None
-        if busy(job) and not _silent(job):  # another job of Slurm is at it, see `_end_strays`
+        if busy(job) and not _silent(job):  # another job of Slurm runs it, see `_end_strays`
             return None
         begun = (job.folder / "started.json").exists()
-        if state in ("FAILED", "COMPLETED") and not begun:  # its log will say why
+        if state in ("FAILED", "COMPLETED") and not begun:  # its log has the reason
             _keep_last_words(job)
         return ENDED[state]
 
@@ -219,7 +219,7 @@ class Slurm:
         return asked.stdout if asked else ""
 
     def _nodes_up(self) -> bool:
-        """Some are; where all are down Slurm refuses every job, and none for good."""
+        """True if any node is up; if all are down Slurm refuses every job, but only for now."""
         states = self._sinfo("%T").split()
         return not states or any(state.startswith(UP) for state in states)
 
@@ -229,7 +229,7 @@ class Slurm:
 
 
 def run_child(file: str, log: str, timeout_s: float, gpus: int) -> int:
-    """On the node: the job's child, in a session of its own, told by SIGTERM when its time ends."""
+    """On the node, run the job's child in its own session; send it SIGTERM when its time ends."""
     from whyhung.process.gpus import only
 
     number = os.environ.get("SLURM_JOB_ID", "")
@@ -243,18 +243,18 @@ def run_child(file: str, log: str, timeout_s: float, gpus: int) -> int:
 
 
 def _name(job: Job) -> str:
-    """The name of a batch's jobs in `squeue`."""
+    """Name of a batch's jobs in `squeue`."""
     folder = job.folder.parents[1]
     return f"nsa-{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:6]}"
 
 
 def _id(job: Job) -> str:
-    """Its id in Slurm as `squeue` writes it; "" when it is not known. A child tells its own."""
+    """Slurm id of the job as `squeue` writes it; "" if unknown. A child records its own."""
     return job.says("started").get("slurm") or job.says("queued").get("job") or ""
 
 
 def _slurm(*command: str, input: str | None = None) -> subprocess.CompletedProcess[str] | None:
-    """What one of Slurm's commands did; None when its controller does not answer."""
+    """Run one of Slurm's commands; None if its controller does not answer."""
     options = {"text": True, "capture_output": True, "timeout": 60, "input": input}
     try:
         asked = subprocess.run(command, **options)
@@ -265,7 +265,7 @@ def _slurm(*command: str, input: str | None = None) -> subprocess.CompletedProce
 
 
 def _states(ids: Iterable[str]) -> dict[str, tuple[str, str]] | None:
-    """State and reason of each of these jobs that Slurm knows; None when it does not answer."""
+    """State and reason of each of these jobs known to Slurm; None if it does not answer."""
     wanted = ",".join(sorted({one for one in ids if one}))
     if not wanted:
         return {}
@@ -282,7 +282,7 @@ def _cancel(ids: Iterable[str | None]) -> None:
 
 
 def _overdue(job: Job) -> str | None:
-    """Slurm does not answer: the run's heartbeat and the job's time decide, once it has begun."""
+    """Reason to give up a begun job while Slurm does not answer: its heartbeat or time limit."""
     started = job.folder / "started.json"
     if not started.exists():
         return None
@@ -296,13 +296,13 @@ def _overdue(job: Job) -> str | None:
 
 
 def _silent(job: Job) -> bool:
-    """Its run has no heartbeat, or ended."""
+    """True if its run has no heartbeat, or ended."""
     run = outcome(job.folder).run
     return run is not None and record.status_now(record.load(run)) != "running"
 
 
 def _keep_last_words(job: Job) -> None:
-    """What the job printed before there was a child goes to the log that the driver reads."""
+    """Append the job's output from before its child started to the log that the driver reads."""
     said = job.folder.parents[1] / "slurm" / f"{_id(job)}_0_log.err"
     with contextlib.suppress(OSError), job.log.open("a") as log:
         log.write(said.read_text(errors="replace"))
@@ -319,7 +319,7 @@ def _said(asked: subprocess.CompletedProcess[str]) -> str:
 
 @contextlib.contextmanager
 def _outside_jobs() -> Iterator[None]:
-    """A driver may be a job itself: its own jobs inherit none of its limits."""
+    """Submit from outside any job: jobs of a driver that is a job itself inherit no limits."""
     import submitit
 
     own = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k.startswith("SBATCH_")}

@@ -1,6 +1,6 @@
 """A batch on disk: a plan with its folder, and the state of each of its jobs.
 
-runs/batches/<plan>/   manifest.json        which plan, from which commit, and who drives it
+runs/batches/<plan>/   manifest.json        which plan, from which commit, and its driver
                        jobs/<name>-<key>/   a job's files, see place.py
                        cancel               asks the driver to end; it holds <plan>.lock
 """
@@ -32,7 +32,7 @@ from nsa.workbook.run import runs_of
 
 
 class Batch:
-    """A plan with its folder below `root`, and its jobs as they stand."""
+    """A plan with its folder below `root`, and its jobs in their current state."""
 
     def __init__(self, plan: Plan, root: str | Path = "runs", evidence: bool = False) -> None:
         self.plan, self.root, self.evidence = plan, Path(root).absolute(), evidence
@@ -67,12 +67,12 @@ class Batch:
         return job
 
     def _kept(self, run: Path | None, evidence: bool) -> bool:
-        """A finished run that can still be read, and is evidence where that is wanted."""
+        """True for a finished run that is still readable, and is evidence if that is required."""
         content = record.load(run) if run else {}
         return content.get("status") == OK and (content.get("evidence", False) or not evidence)
 
     def _cached_runs(self) -> None:
-        """Take finished runs of the same id that no job of this plan has become."""
+        """Take finished runs of the same id that no job of this plan has used."""
         taken = {job.outcome.run for job in self.jobs}
         there: dict[str, list[Path]] = {}
         for job in self.jobs:
@@ -89,7 +89,7 @@ class Batch:
                 job.status, job.cached = OK, True
 
     def changed(self) -> list[str]:
-        """What is not as it was when jobs that have run were planned, in words, one a job."""
+        """Changes since jobs that have run were planned, in words, one a job."""
         found = []
         for job in self.jobs:
             before = read_json(job.file) or {}
@@ -103,7 +103,7 @@ class Batch:
         return found
 
     def check(self) -> None:
-        """ValueError where this batch cannot go on: its folder is another plan's, its source
+        """Raise ValueError if this batch cannot continue: its folder is another plan's, its source
         changed since it began, or it would be no evidence."""
         other = Path(self.manifest.get("plan") or self.plan.path)
         if other.exists() and not other.samefile(self.plan.path):
@@ -123,7 +123,7 @@ class Batch:
                 environment.check_evidence(notebook)
 
     def put_aside(self) -> None:
-        """Give the folder another name, so that the plan begins anew. ValueError where it runs."""
+        """Rename the folder, so that the plan begins anew. ValueError if it runs."""
         if not self.folder.is_dir():
             return
         with locked(self.lock) as mine:
@@ -135,21 +135,21 @@ class Batch:
             self.folder.rename(self.folder.with_name(f"{self.plan.name}-{stamp}"))
 
     def driven(self) -> bool:
-        """A driver is at it now."""
+        """True if a driver is running."""
         if not self.folder.parent.is_dir():
             return False
         with locked(self.lock) as free:
             return not free
 
     def driver(self) -> str:
-        """Whoever has the lock, in words."""
+        """Holder of the lock, in words."""
         me = self.manifest.get("driver") or {}
         here = me.get("machine") == record.machine()
         who = f"process {me.get('pid')}" if here else "another machine"
         return f"{self.plan.path} is being run already, by {who} since {me.get('since')}"
 
     def reset(self, job: Job) -> None:
-        """Let it be run again: what its earlier run left stays in that run's folder."""
+        """Reset the job to run again; files of its earlier run stay in that run's folder."""
         for name in ("ended", "started", "queued"):
             (job.folder / f"{name}.json").unlink(missing_ok=True)
         job.status, job.outcome, job.cached = TO_RUN, NOTHING, False
@@ -159,7 +159,7 @@ class Batch:
         return Counter("not run" if one.startswith("not") else one for one in statuses)
 
     def write(self) -> None:
-        """Write the manifest of a driver that begins. OSError where the disk is full."""
+        """Write the manifest of a driver that starts. OSError if the disk is full."""
         now = environment.utc_now()
         me = {"pid": os.getpid(), "machine": record.machine(), "since": now}
         content = {

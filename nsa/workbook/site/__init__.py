@@ -1,1 +1,1 @@
-"""The site: Sphinx pages of all runs, each with its notebook, and of comparisons of them."""
+"""Site: Sphinx pages of all runs, each with its notebook, and of comparisons of them."""

@@ -1,4 +1,4 @@
-"""What the front page says, from stored rows: which backend at a T, what fits, who hangs."""
+"""Answers on the front page, from stored rows: which backend at a T, what fits, who hangs."""
 
 import re
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ Run = dict[str, Any]
 MODES = ("forward", "backward")
 HUNG = (("07", r"healthy ones called HANG"), ("07", r"healthy ones that stay STALLED"),
         ("03", r"of \d+ trials that the old rule calls HANG"))  # fmt: skip
-NOT_A_BACKEND = re.compile(r"limit$")  # what physics allows is no implementation
+NOT_A_BACKEND = re.compile(r"limit$")  # a limit of physics is no implementation
 
 
 def speed(runs: Iterable[Run]) -> list[dict]:
     """Tables of attention's forward and backward on GPUs, one a GPU, shape and kind of queries;
-    those with the most T first. `runs`, newest first: the newest value of a point is taken."""
+    those with the most T first. `runs`, newest first: the newest value of a point is used."""
     found: dict[tuple, dict[float, dict]] = {}
     for run in runs:
         here: dict[tuple, dict[str, dict]] = {}
@@ -88,7 +88,7 @@ def training(runs: Iterable[Run]) -> list[dict]:
             settled = _same(run) | row
             if row["mode"] != "step" or row["median"] is None or not metrics.is_gpu(row["device"]):
                 continue
-            if row["x_name"] != "tokens":  # a soak's, along its steps
+            if row["x_name"] != "tokens":  # a soak's, over its steps
                 continue
             if (settled.get("ranks") or 1) != 1 or settled.get("observe"):
                 continue
@@ -99,7 +99,7 @@ def training(runs: Iterable[Run]) -> list[dict]:
             value = {"backend": name, "total": 1 / row["median"], "run": run["run"]}
             value["text"] = f"{row['median']:,.0f}"
             point = ((row["device"], model), row["x_value"], kind, name)
-            if point not in best or value["total"] < best[point]["total"]:  # of two batches
+            if point not in best or value["total"] < best[point]["total"]:  # the better of two
                 best[point] = value
         for (table, tokens, kind, name), value in best.items():
             kinds = found.setdefault(table, {}).setdefault(tokens, {})
@@ -120,8 +120,8 @@ def _same(run: Run) -> dict[str, Any]:
     return {name: c["values"][0] for name, c in columns.items() if len(c["values"]) == 1}
 
 
-# What a step's peak depends on beside GPU, model, backend and T: what it is where nobody says, and
-# its words. `dtype` is what a run of 01 calls its precision.
+# Settings that affect a step's peak beside GPU, model, backend and T: the default of each, and its
+# words. `dtype` is the name of the precision in runs of 01.
 SETTINGS: dict[str, tuple[Any, str]] = {
     "attention": ("nsa", "{}"), "batch": (1, "batch {}"), "precision": (None, "{}"),
     "dtype": (None, "{}"), "checkpoint": ("", "layers {} recomputed"),
@@ -131,7 +131,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
 
 
 def _setting(row: dict) -> str:
-    """The settings of a row that are not the usual ones, and its batch, in words."""
+    """Settings of a row that are not the defaults, and its batch, in words."""
     given = {name: row.get(name) for name in SETTINGS}
     given = {n: SETTINGS[n][0] if value is None else value for n, value in given.items()}
     told = [
@@ -143,8 +143,8 @@ def _setting(row: dict) -> str:
 def memory(runs: Iterable[Run]) -> list[dict]:
     """Tables of a training step's peak in GiB, one a GPU, model and setting: backends by T.
 
-    A row is of one run, for code changes what a step holds: of the newest that has several T, or
-    else of the newest. What was measured at one T alone makes no table.
+    A row is of one run, since code changes what a step holds: of the newest that has several T, or
+    else of the newest. Rows measured at one T alone make no table.
     """
     found: dict[tuple, dict[str, list[dict[float, dict]]]] = {}
     for run in runs:
@@ -187,13 +187,13 @@ def _is_peak(row: dict) -> bool:
         and row["mode"] == "step"
         and row["x_name"] == "tokens"
         and row["unit"] == "MiB"
-        and not row.get("arm")  # an A/B's arms are no backends
+        and not row.get("arm")  # an A/B's variants are no backends
         and metrics.is_gpu(row["device"])
     )
 
 
 def hung(runs: Iterable[Run]) -> list[dict]:
-    """Of the newest runs that decide them, the sentences on who is called hung."""
+    """Sentences on reported hangs, from the newest runs that decide them."""
     runs, said = list(runs), []
     for notebook, pattern in HUNG:
         for run in (r for r in runs if r["notebook"].startswith(notebook)):

@@ -1,4 +1,4 @@
-"""`nsa site`: sources of all pages, written where they changed, and Sphinx over them."""
+"""`nsa site`: sources of all pages, written if they changed, and Sphinx over them."""
 
 import contextlib
 import fcntl
@@ -19,7 +19,7 @@ from nsa.workbook.files import write_atomically
 from nsa.workbook.site import answers, data, pages
 
 HERE = Path(__file__).parent
-WORK = ".build"  # in the site's folder: sources, what Sphinx and we know, a lock
+WORK = ".build"  # in the site's folder: sources, caches of Sphinx and of this module, a lock
 NEEDED = ("sphinx", "myst_nb", "sphinx_book_theme")
 RUN = re.compile(r"\]\((?:\.\./)?runs/(\d{4}-\d\d-\d\d/[\w.-]+)(?:/[\w./-]*)?\)")
 ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://|#|mailto:)([^)\s]+)\)")
@@ -27,7 +27,7 @@ ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://|#|mailto:)([^)\s]+)\)"
 
 @dataclass(frozen=True)
 class Site:
-    """Where it is, how many runs it shows, and how many of their pages were written anew."""
+    """Location of the site, number of its runs, and number of pages that were written anew."""
 
     index: Path
     runs: int
@@ -42,11 +42,11 @@ def build(
     folders: Iterable[Path] | None = None,
     docs: str | Path | None = None,
 ) -> Site:
-    """Write the site of the runs below `root`, or of those named, into the folder `to`.
+    """Write the site of the runs below `root`, or of the given folders, into the folder `to`.
 
     Pages of runs whose files did not change stay as they are. `docs`: a folder of Markdown that is
-    shown as well; by default the repository's. ValueError where `root` is no folder, `to` holds
-    something else, another build is at work there, or Sphinx cannot be run.
+    shown as well; by default the repository's. ValueError if `root` is no folder, `to` contains
+    something else, another build is running there, or Sphinx cannot be run.
     """
     root, to = Path(root), Path(to)
     if not root.is_dir():
@@ -55,7 +55,7 @@ def build(
         raise ValueError(f"{to} holds files that no site has left there; name an empty folder")
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"{', '.join(missing)} is missing; pip install 'nsa[site]' brings it")
-    if docs is None:  # beside an installed package `docs` would be anybody's
+    if docs is None:  # beside an installed package `docs` could belong to anyone
         top = environment.PACKAGE.parent
         docs = top / "docs" if (top / "pyproject.toml").is_file() else to / WORK / "no docs"
     work = to / WORK
@@ -74,7 +74,7 @@ def build(
 
 
 def _folders(root: Path) -> list[Path]:
-    """Those with a record, and those that lost it and hold a notebook."""
+    """Folders of runs with a record, or without one but with a notebook."""
     names = ("record.json", "notebook.ipynb")
     return sorted({path.parent for name in names for path in root.glob(f"*/*/{name}")})
 
@@ -99,7 +99,7 @@ def _alone(work: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> bool:
-    """Whether it had to be: what stays as it is keeps its date, by which Sphinx goes."""
+    """Write a file if its text changed; an unchanged one keeps its date, which Sphinx compares."""
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def _write(path: Path, text: str) -> bool:
 
 
 def _run(run: dict, folder: Path, source: Path, to: Path) -> bool:
-    """A run's page, the data that comparisons load, its files; unless they are there."""
+    """Write a run's page, the data that comparisons load, its files; False if up to date."""
     page = source / "runs" / f"{run['run']}.ipynb"
     signed = page.with_suffix(".signature")
     said = f"{run['signature']} {run['status']}"
@@ -155,7 +155,7 @@ def _tables(runs: list[dict], docs: list[str], source: Path) -> None:
 
 
 def _aged(run: dict) -> str:
-    """Changes since a run's commit; NSA_COMMIT's if set, as `StoredRun.commit` takes it."""
+    """Changes since a run's commit; NSA_COMMIT's if set, as in `StoredRun.commit`."""
     told = run["facts"].get("NSA_COMMIT") or run["commit"].partition("+")[0]
     since = age.since(str(told))
     if not since.known:
@@ -164,7 +164,7 @@ def _aged(run: dict) -> str:
 
 
 def _set_apart(runs: list[dict]) -> None:
-    """Of each of several runs of one notebook, in words, the parameters that others have not."""
+    """For runs of one notebook, note in each, in words, the parameters unlike the others'."""
     names = {
         n: None for run in runs for n in run["parameters"] if n not in ("question", "predicts")
     }
@@ -181,7 +181,7 @@ def _said(value: object) -> str:
 
 
 def _docs(folder: Path, target: Path, runs: set[str]) -> list[str]:
-    """Copies of the documents, whose links lead to pages of the site or become text."""
+    """Copy the documents, with links that lead to pages of the site or become text."""
     pages = {path.stem: path for path in sorted(folder.glob("*.md"))}
     if (hangs := folder.parent / "whyhung" / "README.md").is_file():
         pages["hangs"] = hangs
@@ -207,7 +207,7 @@ def _docs(folder: Path, target: Path, runs: set[str]) -> list[str]:
 
 
 def _forget(runs: set[str], docs: list[str], source: Path, to: Path, work: Path) -> None:
-    """Pages of runs and documents that are gone go."""
+    """Remove pages of runs and documents that no longer exist."""
     for page in source.glob("runs/*/*.ipynb"):
         name = page.relative_to(source / "runs").with_suffix("").as_posix()
         if name not in runs:
@@ -224,7 +224,7 @@ def _forget(runs: set[str], docs: list[str], source: Path, to: Path, work: Path)
 
 
 def _sphinx(source: Path, to: Path, work: Path) -> tuple[str, ...]:
-    """Run Sphinx in a process of its own; its warnings. ValueError with its words if it fails."""
+    """Run Sphinx in its own process; return its warnings. ValueError with its output on failure."""
     command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-j", "auto", "-c", str(HERE)]
     command += ["-d", str(work / "doctrees"), str(source), str(to)]
     places = [str(environment.PACKAGE.parent), os.environ.get("PYTHONPATH")]

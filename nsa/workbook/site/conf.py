@@ -1,4 +1,4 @@
-"""Sphinx's configuration of the site: no page asks another host for anything."""
+"""Sphinx's configuration of the site: no page requests anything from another host."""
 
 import re
 import sys
@@ -37,7 +37,7 @@ nb_code_prompt_show = "Show the code"
 nb_code_prompt_hide = "Hide the code"
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
-# Notebooks are anybody's: their headings may begin at any level, and their links lead anywhere.
+# Notebooks are arbitrary: their headings may begin at any level, and their links lead anywhere.
 suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb", "image", "toc.not_included"]
 suppress_warnings += ["misc.highlighting_failure"]
 
@@ -56,13 +56,13 @@ def setup(app) -> dict:
 
 
 def keep_inside(app) -> None:
-    """myst-nb would write pictures beside the site's folder, which is anybody's."""
+    """Keep pictures in the site's folder; myst-nb would write them beside it."""
     inside = str(Path(app.outdir) / ".build" / "pictures")
     app.env.mystnb_config = app.env.mystnb_config.copy(output_folder=inside)
 
 
 def close(app, doctree) -> None:
-    """Pictures of other hosts become text; scripts, frames and handlers of a notebook go."""
+    """Turn pictures of other hosts into text; remove scripts, frames and handlers of a notebook."""
     for image in list(doctree.findall(nodes.image)):
         if re.match(r"\s*(https?:)?//", image.get("uri", "")):
             address = re.sub(r"^\s*(https?:)?//", "", image["uri"])
@@ -74,7 +74,7 @@ def close(app, doctree) -> None:
 
 
 def page(app, pagename, templatename, context, doctree) -> None:
-    """Each page's own policy, which a browser holds whatever a notebook has brought in."""
+    """Add the content policy to each page, which browsers enforce whatever a notebook contains."""
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     context["metatags"] = policy + context.get("metatags", "")
     if pagename == "compare":
@@ -92,7 +92,7 @@ def block_math(translator, node) -> None:
 
 
 def mathml(tex: str, as_block: bool) -> str:
-    """MathML, which browsers draw by themselves; the source where it cannot be made."""
+    """MathML, which browsers render themselves; the source if it cannot be made."""
     try:
         return latex2mathml.tex2mathml(tex, as_block=as_block)
     except MathError:

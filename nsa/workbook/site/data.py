@@ -1,4 +1,4 @@
-"""What the site knows of a run: a mapping that is JSON, kept until a file of the run changes."""
+"""Data of the site on a run: a mapping that is JSON, kept until a file of the run changes."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ READ = ("record.json", "metrics.csv", "verdicts.json", "environment.json", "para
         "notes.txt")  # fmt: skip
 COLUMNS = ("operation", "backend", "mode", "metric", "unit", "x_name", "device")
 NUMBERS = metrics.NUMBERS
-# What a row's config says of how it went, not of what was measured.
+# Keys of a row's config on how it went, not on what was measured.
 FOUND = {"outcome", "message", "checked", "weights", "timing", "found", "rule", "right", "skipped"}
 FOUND |= {"parameters", "why", "holds", "evidence", "verdict", "device_name", "old_rule"}
 TRIAL = re.compile(r"[0-9a-f]{12}(-\d+)?")
@@ -22,7 +22,7 @@ FACTS = ("python", "platform", "cpu", "nsa", "torch", "cuda", "triton", "flash_a
 
 
 def collect(folder: Path, root: Path, cache: Path) -> dict[str, Any]:
-    """Everything of a run but its notebook, from `cache` where no file of it changed since.
+    """Collect all of a run except its notebook, from `cache` if no file of it changed since.
 
     A file that cannot be read is left out and named under `damaged`.
     """
@@ -40,13 +40,13 @@ def collect(folder: Path, root: Path, cache: Path) -> dict[str, Any]:
 
 
 def signature(folder: Path) -> str:
-    """Changes when a file of the run does that its pages are made from, or this code."""
+    """Hash that changes with the files of the run that its pages use, and with this code."""
     digest = hashlib.sha256(_code().encode())
     patterns = (*READ, "notebook.ipynb", "figures/*", "trials/*/explain.txt", "std*.log")
     running = record.load(folder).get("status") == "running"
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         about = path.stat()
-        if not (running and path.name == "record.json"):  # its heartbeat is no news
+        if not (running and path.name == "record.json"):  # its heartbeat is no change
             digest.update(f"{path.name} {about.st_mtime_ns} {about.st_size}\0".encode())
     return digest.hexdigest()[:16]
 
@@ -74,7 +74,7 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
             if not isinstance(found, type(nothing)):
                 raise ValueError(f"a {type(found).__name__} is no {type(nothing).__name__}")
             return found
-        # whatever a hand has made of a file, the other runs are still to be shown
+        # whatever was edited in a file by hand, the other runs still have to be shown
         except Exception as error:
             damaged.append(f"{file}: {str(error).splitlines()[0] if str(error) else error!r}")
             return nothing
@@ -93,7 +93,7 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
     commit = environment.provenance(facts)["commit"]
     notebook = about.get("notebook") or folder.name.rpartition("-")[0]
     given = of("parameters.yaml", parameters.read_file, {})
-    # a notebook that asks what its parameters say has a question for each run
+    # a question with parameters in its text differs between runs
     question = given.get("question") or about.get("question") or ""
     return {
         "run": name,
@@ -121,10 +121,10 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
 
 
 def columns(table) -> dict[str, Any]:
-    """A metrics table, column by column: numbers as a list (null where not measured), each other
-    column as its values and, for each row, the number of its value.
+    """Metrics table, column by column: numbers as a list (null if not measured), each other column
+    as its values and, for each row, the number of its value.
 
-    `by` names the columns that tell rows of one run apart beyond COLUMNS and x.
+    `by` names the columns that separate rows of one run beyond COLUMNS and x.
     """
     configs = metrics.configs(table)
     fields = sorted({key for config in configs for key in config} - {*FOUND, *COLUMNS})
@@ -142,7 +142,7 @@ def columns(table) -> dict[str, Any]:
 
 
 def apart(keys: list[tuple], fields: dict[str, list]) -> list[str]:
-    """The fewest fields that tell apart the rows whose keys are equal, the most telling first."""
+    """Fewest fields that separate the rows whose keys are equal, the most selective first."""
     chosen: list[str] = []
     while True:
         now = len(set(keys))
@@ -151,7 +151,7 @@ def apart(keys: list[tuple], fields: dict[str, list]) -> list[str]:
             for field, values in fields.items()
             if field not in chosen
         }
-        # of two that tell as much, the one with fewer values: it is the setting, not the outcome
+        # of two that separate as much, the one with fewer values: the setting, not the outcome
         best = min(gains, key=lambda f: (-gains[f], len(set(fields[f])), f), default=None)
         if best is None or not gains[best]:
             return chosen
@@ -160,7 +160,7 @@ def apart(keys: list[tuple], fields: dict[str, list]) -> list[str]:
 
 
 def _tells(values: list) -> bool:
-    """A setting: scalars that differ, and neither floats, which are measured, nor ids of trials."""
+    """True for a setting: scalars that differ; not floats, which are measured, nor trial ids."""
     if any(isinstance(v, list | dict) for v in values):
         return False
     if any(isinstance(v, str) and TRIAL.fullmatch(v) for v in values):
@@ -169,7 +169,7 @@ def _tells(values: list) -> bool:
 
 
 def _scalar(value: Any) -> Any:
-    """A mapping of changes as text, None for one without any; the rest as it is."""
+    """Mapping of changes as text, None if it is empty; other values unchanged."""
     return (
         (json.dumps(value, sort_keys=True) if value else None) if isinstance(value, dict) else value
     )
@@ -182,7 +182,7 @@ def _coded(values: list) -> dict[str, list]:
 
 
 def rows_of(run: dict[str, Any], metric: str, wanted=lambda row: True) -> list[dict[str, Any]]:
-    """The rows of a metric that are wanted, as mappings of their columns and settings."""
+    """Rows of a metric that are wanted, as mappings of their columns and settings."""
     columns, values = run["rows"]["columns"], run["rows"]
     if metric not in columns["metric"]["values"]:
         return []

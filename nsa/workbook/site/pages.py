@@ -1,4 +1,4 @@
-"""A run's page: its notebook as stored, under a header that says how it went."""
+"""Page of a run: its notebook as stored, under a header with its status."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from nsa.workbook import looks, report
 HERE = Path(__file__).parent
 FENCE = "`" * 12
 TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")
-TAIL = 4000  # characters of a log that are shown where there is no notebook
+TAIL = 4000  # characters of a log that are shown if there is no notebook
 
 
 @lru_cache(maxsize=1)
@@ -47,7 +47,7 @@ def html(name: str, **values: Any) -> str:
 
 
 def run_page(folder: Path, run: dict[str, Any]) -> str:
-    """The notebook of a run's page, as JSON: title, header, cells with folded code, trials."""
+    """Notebook of a run's page, as JSON: title, header, cells with folded code, trials."""
     notebook, cells = folder / "notebook.ipynb", []
     try:
         content = json.loads(notebook.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def _text(path: Path) -> str:
 
 
 def _linked(claim: str, trials: dict[str, str]):
-    """A claim whose trials lead to their pages below."""
+    """Link the trials of a claim to their pages below."""
     from markupsafe import Markup, escape
 
     def link(found: re.Match) -> str:
@@ -100,7 +100,7 @@ def _linked(claim: str, trials: dict[str, str]):
 
 
 def _cell(cell: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """A cell as the site shows it: code folded unless it failed, figures as SVG with alt texts."""
+    """Cell as the site shows it: code folded unless it failed, figures as SVG with alt texts."""
     source, metadata = "".join(cell.get("source", "")), cell.get("metadata", {})
     tags = set(metadata.get("tags", []))
     if "papermill-error-cell-tag" in tags or not source.strip():
@@ -141,7 +141,7 @@ def _cell(cell: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def _figure(data: dict[str, Any], name: str, folder: Path) -> tuple[dict[str, Any], str]:
-    """A figure's output with the SVG that the run keeps, else as it was; and its alt text."""
+    """Output of a figure with the SVG that the run keeps, else unchanged; and its alt text."""
     svg = "".join(data.get("image/svg+xml", ""))
     file = folder / "figures" / f"{name}.svg"
     if name and file.is_file():
@@ -153,7 +153,7 @@ def _figure(data: dict[str, Any], name: str, folder: Path) -> tuple[dict[str, An
 
 
 def alternative(svg: str, name: str = "") -> str:
-    """What an SVG of matplotlib shows, in words: its title, axes and series.
+    """Alt text of an SVG of matplotlib: its title, axes and series.
 
     matplotlib writes each text as a comment of the group that it is in.
     """
@@ -185,7 +185,7 @@ def alternative(svg: str, name: str = "") -> str:
 
 
 def _kind(path: tuple[str, ...]) -> str:
-    """Of a text, by the groups that it is in: an axis is numbered, those across are odd."""
+    """Kind of a text, by its groups: axes are numbered, with odd numbers for those across."""
     groups = " ".join(path)
     if "tick_" in groups:
         return ""

@@ -1,7 +1,7 @@
-"""Has whyhung.watch.inside begin in this Python process once torch has been imported in it.
+"""Start whyhung.watch.inside in this Python process once torch has been imported in it.
 
-Runs in whatever environment the program uses: it knows this package by its place alone, then runs
-the environment's own sitecustomize. What goes wrong goes to a file; the program never hears of it.
+Runs in any environment that the program uses: it finds this package by its path alone, then runs
+the environment's own sitecustomize. Errors are written to a file and never reach the program.
 """
 
 import os
@@ -14,7 +14,7 @@ _WAITS_S = 30.0
 
 
 class _Torch:
-    """Finds torch as everybody else does."""
+    """Find torch through the other finders, and hook its import."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
@@ -30,10 +30,10 @@ class _Torch:
                 del spec.loader.exec_module
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                spec._initializing = False  # all is there, and our thread may import it
+                spec._initializing = False  # it is complete, and our thread may import it
                 _aside(_begin)
 
-        # By that name its frame is in no traceback, as those of an import are not.
+        # With that name its frame is hidden from tracebacks, like those of an import.
         exec_module = _call_with_frames_removed
         code = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
         exec_module.__code__ = code
@@ -43,7 +43,7 @@ class _Torch:
 
 
 class _Ours:
-    """Finds this package where the program's own path has none."""
+    """Find this package if the program's own path has none."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -53,13 +53,13 @@ class _Ours:
 
 
 def _aside(do):
-    """Calls it in a thread of ours and waits: what a handler of a signal raises meanwhile is for
-    the program, and would be lost among our own errors."""
+    """Call `do` in a thread of ours and wait: an exception that a signal handler raises meanwhile
+    belongs to the program, and would be lost among our own errors."""
     import _thread
     import signal
 
     ours = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "whyhung"]
-    # A program of this very package: our thread waits for its imports, so it must not for us.
+    # A program of this package: our thread waits for its imports, so it must not wait for us.
     busy = any(getattr(getattr(m, "__spec__", None), "_initializing", False) for m in ours)
     over = _thread.allocate_lock()
     over.acquire()
@@ -93,7 +93,7 @@ def _begin():
     except Exception:
         _say()
     finally:
-        sys.meta_path.remove(_Ours)  # what else is imported of it lies beside what has been
+        sys.meta_path.remove(_Ours)  # later imports are found through the package itself
 
 
 def _say():

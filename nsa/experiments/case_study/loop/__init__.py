@@ -1,5 +1,5 @@
-"""The case study's loop design, built anew and as small as it can be, its defects one by one.
+"""The case study's loop design, rebuilt as small as possible, with its defects one by one.
 
-Our own code throughout: what it shares with the case study is the design that its reports and its
+All code is our own: it shares with the case study only the design that its reports and its
 measurements describe. With every defect off it is Native Sparse Attention, one token at a time.
 """

@@ -1,4 +1,4 @@
-"""What an exhibit is built as, its defects one by one, and what a step of it holds, byte for byte.
+"""Design of an exhibit, its defects one by one, and the bytes that a step of it holds.
 
 Nothing is fitted. The case study's memory table grew neither with T nor with its square: it is
 copies of keys and values, one set a token, of which the window's share shrinks once T exceeds the
@@ -23,7 +23,7 @@ DEFECTS = {
     "fp16_adamw": "weights and AdamW's states in fp16, where its eps of 1e-8 is 0",
 }
 LOOP_ONLY = ("truncated_cache", "one_key", "heads_as_time")
-SEQUENTIAL = (*LOOP_ONLY, "future_scores")  # of its sequential path, which every report ran
+SEQUENTIAL = (*LOOP_ONLY, "future_scores")  # defects of its sequential path, which every report ran
 FP32, INT64, MIB = 4, 8, 2**20
 
 
@@ -34,7 +34,7 @@ class Design:
     path: "loop" attends one token at a time, "masked" computes the same with dense masks. `masked`
     has no window cache and no single query, so it refuses the defects that live there.
 
-    Raises ValueError for an unknown path or defect, and for sizes that do not fit.
+    Raises ValueError for an unknown path or defect, and for inconsistent sizes.
     """
 
     layers: int = 1
@@ -67,9 +67,9 @@ class Design:
         return defect in self.defects
 
     def with_(self, **changes: Any) -> "Design":
-        """A copy; values may be JSON's, and `nsa` a mapping of its own changes.
+        """Copy with changes; values may be JSON's, and `nsa` a mapping of changes to its fields.
 
-        ValueError names the nearest of an unknown field.
+        ValueError for an unknown field names the nearest.
         """
         check_fields(Design, changes, "an exhibit", needed=())
         if isinstance(changes.get("nsa"), dict):
@@ -80,17 +80,17 @@ class Design:
 
 
 DESIGNS = {
-    # Of its memory and timing tables: 78,295,332 parameters in 195 tensors with 12 layers.
+    # From its memory and timing tables: 78,295,332 parameters in 195 tensors with 12 layers.
     "production": Design(12, defects=SEQUENTIAL),
-    # Of its RTX 3090 report, on which it looked for its step-5 hang: T 1024.
+    # From its RTX 3090 report, which searched for its step-5 hang: T 1024.
     "smoke": Design(6, 256, 8, 2, nsa=NSAConfig(16, 8, 32, 8, window=256), defects=SEQUENTIAL),
-    # The same, small enough for a CPU's seconds.
+    # The same, small enough to run in seconds on a CPU.
     "tiny": Design(1, 32, 4, 2, nsa=NSAConfig(8, 4, 8, 4, window=16), defects=SEQUENTIAL),
 }
 
 
 def design(name: str, **changes: Any) -> Design:
-    """The design of that name with some fields changed; ValueError names the nearest."""
+    """Design of that name with some fields changed; ValueError names the nearest."""
     choice("design", name, DESIGNS)
     return DESIGNS[name].with_(**changes)
 
@@ -104,7 +104,7 @@ class Held:
     """Bytes at the peak: the backward has the last MLP's gradients, and no attention's yet.
 
     window, compressed, selected: the copies of keys and values in all layers, with what their
-    attentions keep beside them; rest: weights, gradients, and what grows with T alone.
+    attentions keep beside them; rest: weights, gradients, and tensors that grow with T only.
     """
 
     window: int
@@ -118,7 +118,7 @@ class Held:
 
 
 def held(design: Design, tokens: int, *, checkpointing: bool = False) -> Held:
-    """Of a forward and backward with batch 1, without an optimizer, on the path "loop".
+    """Count a forward and backward with batch 1, without an optimizer, on the path "loop".
 
     checkpointing: of every block. One block's copies are there at a time; the peak is the last
     block's, with the inputs of all, or the first one's, with the gradients of all others.
@@ -137,15 +137,15 @@ def held(design: Design, tokens: int, *, checkpointing: bool = False) -> Held:
     shared = FP32 * (2 * width + heads) + INT64 * groups + heads * design.has("heads_as_time")
 
     def copies(keys: tuple[int, ...], each: int) -> int:
-        # With an attention's scaled query and its output; zeros alone for one that sees no key.
+        # With an attention's scaled query and its output; only zeros if it sees no key.
         return layers * sum(n * each + FP32 * dim * (2 if n else 1) for n in keys)
 
     seen = (_seen(design, tokens, t) for t in range(tokens))
     window, compressed, selected = zip(*seen, strict=True)
-    # Two norms' x, x / rms and output, and o; the MLP's twice 4; the gate's; rotary's tables.
+    # Two norms' x, x / rms and output, and o; the MLP's twice 4; the gate's; the rotary tables.
     rows = 7 * dim + 8 * dim + (2 * width + 3 * groups) + (design.head_dim + 2)
     head = FP32 * (3 * dim + design.vocab + 1) + 2 * INT64
-    gradients = dim * design.vocab + 8 * dim * dim  # of the head and the last MLP
+    gradients = dim * design.vocab + 8 * dim * dim  # gradients of the head and the last MLP
     released = 5 * tokens * dim  # by that MLP's backward: 11 rows, less the 6 that it holds itself
     numbers = parameters(design) + gradients - released + layers * tokens * rows
     if checkpointing:
@@ -156,7 +156,7 @@ def held(design: Design, tokens: int, *, checkpointing: bool = False) -> Held:
 
 
 def parameters(design: Design) -> int:
-    """Numbers in the model's weights."""
+    """Number of elements in the model's weights."""
     d, width, hidden = design.dim, design.groups * design.head_dim, design.head_dim // 2
     gate = hidden * (design.head_dim + 1) + 3 * (hidden + 1)
     layer = 2 * d * d + 6 * d * width + gate + 8 * d * d + 2 * d
@@ -164,7 +164,7 @@ def parameters(design: Design) -> int:
 
 
 def peak_mib(layers: int, tokens: int, *, right_window: bool = False) -> float:
-    """Peak of the production design; right_window: as if its window were not truncated."""
+    """Peak of the production design; right_window: with a window that is not truncated."""
     chosen = production(layers)
     if right_window:
         chosen = chosen.with_(defects=[d for d in SEQUENTIAL if d != "truncated_cache"])
@@ -172,14 +172,14 @@ def peak_mib(layers: int, tokens: int, *, right_window: bool = False) -> float:
 
 
 def _seen(design: Design, tokens: int, t: int) -> tuple[int, int, int]:
-    """Keys that token t copies in the window, compressed and selected branch."""
+    """Number of keys that token t copies in the window, compressed and selected branch."""
     nsa = design.nsa
     end = t + 1
-    if design.has("truncated_cache"):  # positions of the sequence in a cache of the last ones
+    if design.has("truncated_cache"):  # sequence positions index a cache of the last keys
         end = min(end, tokens, nsa.window)
     window = max(0, end - max(0, t + 1 - nsa.window))
     compressed = min(compressed_span(nsa).seen(t)[1], count_compressed(tokens, nsa))
-    # Its own block, which is always among them, is cut at the query.
+    # Its own block, which is always selected, is cut at the query.
     blocks = count_selectable(t + 1, nsa)
     cut = blocks * nsa.select_block - (t + 1)
     return window, compressed, min(blocks, nsa.select_count) * nsa.select_block - cut

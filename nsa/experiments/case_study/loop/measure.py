@@ -1,11 +1,11 @@
-"""Trials that measure the exhibit: what a step dispatches and holds, and what it leaves behind.
+"""Trials that measure the exhibit: operations and memory of a step, and state that outlives it.
 
 Each runs in a child process. A step that dispatches hundreds of small operations a token takes as
 long as dispatching them does, on any GPU: the case study's times follow from its operation counts
 and one constant.
 
-The case study held that something builds up over five steps. Whatever does has to live somewhere:
-in weights, moments, generators, the allocator, the graph, or Python's objects.
+The case study held that something builds up over five steps. If so, it has to be somewhere: in
+weights, moments, generators, the allocator, the graph, or Python's objects.
 """
 
 import gc
@@ -28,9 +28,9 @@ from nsa.reference.nsa import nsa
 
 
 def count(loss: Callable[[], Tensor]) -> Count:
-    """Runs `loss()` and its backward once under the counter.
+    """Run `loss()` and its backward once under the counter.
 
-    Changes nothing but gradients. On a CPU and on a GPU alike: what the host dispatches.
+    Changes only gradients. Counts operations dispatched by the host, on a CPU and on a GPU alike.
     """
     with Count() as counter:
         value = loss()
@@ -40,7 +40,7 @@ def count(loss: Callable[[], Tensor]) -> Count:
 
 
 def count_kernels(step: Callable[[], object]) -> int:
-    """Kernels that one call of `step` runs on the GPU, copies and fills left out.
+    """Number of kernels that one call of `step` runs on the GPU, without copies and fills.
 
     ValueError without a GPU.
     """
@@ -55,7 +55,7 @@ def count_kernels(step: Callable[[], object]) -> int:
 
 
 def memory(spec: dict[str, Any]) -> dict[str, Any]:
-    """Peak of one forward and backward without an optimizer, MiB, beside what shapes predict.
+    """Peak of one forward and backward without an optimizer, MiB, and its prediction from shapes.
 
     spec: settings of nsa.experiments.case_study.loop.subject. The peak is torch's own: allocator
     events on a CPU, max_memory_allocated on a GPU; without what libraries hold from before, which
@@ -71,7 +71,7 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
         return {"parameters": parameters, "gradients": gradients}
 
     inputs, targets = loop.batch(0)
-    loop.model(inputs[:, :1], targets[:, :1])[1].backward()  # libraries make their own memory now
+    loop.model(inputs[:, :1], targets[:, :1])[1].backward()  # libraries allocate their memory now
     loop.model.zero_grad(set_to_none=True)
     if device == "cuda":
         torch.cuda.synchronize()
@@ -100,7 +100,7 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def gradients(spec: dict[str, Any]) -> dict[str, Any]:
-    """What checkpointing does to one backward's gradients, with the bound block and a late one.
+    """Gradient errors of checkpointing in one backward, with the bound block and with a late one.
 
     spec: settings of nsa.experiments.case_study.loop.subject. {"loss": of the three, "bound",
     "late": each block's largest relative error by parameter, the first block's first}.
@@ -173,7 +173,7 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def attention(spec: dict[str, Any]) -> dict[str, Any]:
-    """The first layer's attention in fp64 on random input, beside the reference's of NSA: the
+    """Compare the first layer's attention with the reference of NSA, in fp64 on random input: the
     largest difference of the outputs before the last projection, over their largest value.
 
     spec: settings of nsa.experiments.case_study.loop.subject.
@@ -198,11 +198,11 @@ def attention(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-CHANGES = ("weights", "first moments", "second moments", "optimizer's step")  # as they should
+CHANGES = ("weights", "first moments", "second moments", "optimizer's step")  # expected to change
 
 
 def difference(spec: dict[str, Any]) -> dict[str, Any]:
-    """Trains to the end of step `after` + 1, and lays the states after both steps side by side.
+    """Train to the end of step `after` + 1, and compare the states after the last two steps.
 
     spec: {"settings": of nsa.experiments.case_study.loop.subject, "after": 4}; steps count from 1.
     Each row has what, before, after, changed, and whether it should change.
@@ -236,7 +236,7 @@ def _watched_step(loop: ExhibitLoop, i: int) -> dict[str, Any]:
 
 
 def state(loop: ExhibitLoop) -> dict[str, Any]:
-    """Fingerprints and counts of all that outlives a step."""
+    """Fingerprints and counts of all state that outlives a step."""
     gc.collect()
     states = loop.optimizer.state.values()
     parameters = list(loop.model.parameters())
@@ -249,7 +249,7 @@ def state(loop: ExhibitLoop) -> dict[str, Any]:
         "torch's generator": digest([torch.get_rng_state()]),
         "Python's generator": hashlib.sha256(repr(random.getstate()).encode()).hexdigest()[:8],
     }
-    # Others have no memory to count: what torch.compile leaves behind, say.
+    # Tensors of other types have no memory to count, e.g. those that torch.compile leaves behind.
     tensors = [x for x in gc.get_objects() if type(x) in (Tensor, torch.nn.Parameter)]
     if loop.settings["device"] == "cuda":
         torch.cuda.synchronize()
@@ -267,7 +267,7 @@ def state(loop: ExhibitLoop) -> dict[str, Any]:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Eight hex digits of all bytes."""
+    """Eight hex digits of a hash of all bytes."""
     made = hashlib.sha256()
     for tensor in tensors:
         made.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

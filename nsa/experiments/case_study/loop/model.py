@@ -1,8 +1,8 @@
 """The exhibit's language model, and its attention on both paths: one token at a time, or masks.
 
 Every key and value that a token reads is copied out for it, expanded over heads in the window and
-compressed branch, and kept for the backward: that is the memory of the case study's table. Every
-copy is a handful of dispatched operations forward and as many backward: that is its time.
+compressed branch, and kept for the backward, which explains the memory of the case study's table.
+Every copy is a few dispatched operations forward and as many backward, which explains its time.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Projected:
 
 
 def attend_loop(inputs: Projected, gate, design: Design) -> Tensor:
-    """o [B, T, HQ D], one token at a time. `gate(q_t [B, HKV, G, D])` makes weights [B, HKV, 3]."""
+    """o [B, T, HQ D], one token at a time; `gate(q_t [B, HKV, G, D])` gives weights [B, HKV, 3]."""
     window = design.nsa.window
     k_cmp, v_cmp, k_win, v_win = (x[b] for b in ("cmp", "win") for x in (inputs.k, inputs.v))
     if design.has("truncated_cache"):
@@ -51,7 +51,7 @@ def attend_loop(inputs: Projected, gate, design: Design) -> Tensor:
 
 
 def _copied(q: Tensor, k: Tensor, v: Tensor, design: Design) -> Tensor:
-    """q [B, HKV, G, D] over k, v [B, S, HKV, D], which are copied for every head."""
+    """Attention of q [B, HKV, G, D] over k, v [B, S, HKV, D], which are copied for every head."""
     if k.shape[1] == 0:
         return torch.zeros_like(q)
     heads = q.shape[2]
@@ -61,9 +61,9 @@ def _copied(q: Tensor, k: Tensor, v: Tensor, design: Design) -> Tensor:
 
 
 def _selected(q: Tensor, inputs: Projected, t: int, design: Design) -> Tensor:
-    """Each sequence and KV head has ranges of its own, whose keys all heads of the group share.
+    """Attention over each sequence and KV head's own ranges, whose keys all heads of a group share.
 
-    The heads stand where queries of other times would: a causal mask parts them.
+    The heads take the axis of query positions, so a causal mask treats them as time steps.
     """
     ranges = select_ranges(q, inputs.k["cmp"], t, design)
     rows = []
@@ -76,11 +76,11 @@ def _selected(q: Tensor, inputs: Projected, t: int, design: Design) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """q [..., M, D] over k, v [..., S, D]; what torch's own attention means by `is_causal`.
+    """Attention of q [..., M, D] over k, v [..., S, D], with torch's meaning of `is_causal`.
 
-    Its mask is aligned with the first key, so of one query it leaves that key alone; a decode step
-    wants the last row of the mask, which is no mask at all. It is written out because what torch
-    keeps for the backward depends on the kernel that it picks.
+    Its mask is aligned with the first key, so a single query sees only that key; a decode step
+    needs the last row of the mask, which masks nothing. It is written out because what torch keeps
+    for the backward depends on the kernel that it picks.
     """
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # [..., M, S]
     if causal:
@@ -106,7 +106,7 @@ def select_ranges(q: Tensor, k_cmp: Tensor, t: int, design: Design) -> list[list
 
 
 def _merged(blocks: Tensor, t: int, size: int) -> list[tuple[int, int]]:
-    """Neighbouring blocks as one range, cut at the query; one host sync a block."""
+    """Merge neighbouring blocks into ranges, cut at the query; one host sync a block."""
     ranges: list[tuple[int, int]] = []
     for block in blocks:
         start = block.item() * size
@@ -118,7 +118,7 @@ def _merged(blocks: Tensor, t: int, size: int) -> list[tuple[int, int]]:
 
 
 def attend_masked(inputs: Projected, gate, design: Design) -> Tensor:
-    """o [B, T, HQ D]; what `attend_loop` computes, with a few operations a layer at any length."""
+    """Return o [B, T, HQ D] as `attend_loop` does, with a few operations a layer at any length."""
     tokens = inputs.q.shape[1]
     positions = torch.arange(tokens, device=inputs.q.device)
     q = inputs.q.transpose(1, 2)  # [B, HQ, T, D]
@@ -146,7 +146,7 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, group: int) 
     if visible.shape[1] > 1:
         visible = visible.repeat_interleave(group, dim=1)
     none = ~visible.any(-1, keepdim=True)
-    # A row that sees nothing sees key 0 instead, and its output is taken out again.
+    # A row without visible keys sees key 0 instead, and its output is masked out again.
     first = torch.arange(k.shape[2], device=q.device) == 0
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | (none & first))
     return o.masked_fill(none, 0.0).transpose(1, 2)
@@ -200,7 +200,7 @@ class Attention(nn.Module):
         return self.out(attend(self.project(x), self.gate, self.design))
 
     def project(self, x: Tensor, *, pooled: bool = True) -> Projected:
-        """pooled: keys and values of the compressed branch as blocks, not as tokens."""
+        """Project x; pooled: keys and values of the compressed branch as blocks, not tokens."""
         design = self.design
         angles = rotary_tables(x.shape[1], design.head_dim, device=x.device)
         q = rotate(self.q(x).unflatten(-1, (design.heads, -1)), *angles)
@@ -232,7 +232,7 @@ class LoopModel(nn.Module):
     """(logits, loss) of tokens and targets [B, T] int64.
 
     checkpointing: recompute every block in the backward, the bound block, or with the defect
-    `late_checkpoint` whichever the loop's name stands for by then, which is the last.
+    `late_checkpoint` the one that the loop variable refers to by then, which is the last.
     """
 
     def __init__(self, design: Design, *, checkpointing: bool = False) -> None:
@@ -258,7 +258,7 @@ class LoopModel(nn.Module):
 
 
 def build(design: Design, seed: int = 1337, device: str | torch.device = "cpu", **options):
-    """A LoopModel with weights from `seed`; in fp16 for the defect `fp16_adamw`."""
+    """LoopModel with weights from `seed`; in fp16 for the defect `fp16_adamw`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LoopModel(design, **options)

@@ -4,7 +4,7 @@
 
 records the six cells of the report's memory table and the production pair, a process on each GPU at
 once, and prints them with the decision as a JSON record. Cells that are predicted to hold more than
---most-gib are left out; of those the decision takes the prediction. --small is 2 layers at T 128.
+--most-gib are left out; the decision uses their prediction. --small is 2 layers at T 128.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from nsa.workbook import environment
 from whyhung.process import gpus
 
 ENTRY = "nsa.experiments.case_study.loop.measure:several"
-CAPACITY_MIB = 79.6 * 1024  # of the A100 that the reports are of
+CAPACITY_MIB = 79.6 * 1024  # of the A100 in the reports
 RIGHT_WINDOW = tuple(name for name in SEQUENTIAL if name != "truncated_cache")
 LOOPS = {"as it was": SEQUENTIAL, "with the right window": RIGHT_WINDOW}
 DEADLINE_S = 580.0
 
 
 def cells(layers: int, tokens: int, table: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """One a process: `measure`, its loop's name, and settings. The pair of each loop comes last."""
+    """One cell a process: `measure`, its loop's name, and settings. Each loop's pair comes last."""
     found = [_cell("memory", "as it was", *size) for size in table if size != (layers, tokens)]
     for name in LOOPS:
         found += [_cell("memory", name, layers, tokens, checkpointing=on) for on in (False, True)]
@@ -42,7 +42,7 @@ def _cell(measure: str, loop: str, layers: int, tokens: int, **more: Any) -> dic
 
 
 def fits(cell: dict[str, Any], most_gib: float) -> bool:
-    """Whether a cell is predicted to hold at most so much."""
+    """Return True if the cell is predicted to hold at most that much."""
     settings = cell["settings"]
     design = production(settings["changes"]["layers"]).with_(defects=LOOPS[cell["loop"]])
     on = settings.get("checkpointing", False)
@@ -50,8 +50,8 @@ def fits(cell: dict[str, Any], most_gib: float) -> bool:
 
 
 def run(chosen: Sequence[dict[str, Any]], device: str, folder: str | Path) -> list[dict[str, Any]]:
-    """The row of each cell: its loop, what nsa.experiments.case_study.loop.measure says of it, and
-    the report's figure where it has one; or how the cell ended instead."""
+    """Row of each cell: its loop, its result from nsa.experiments.case_study.loop.measure, and the
+    report's figure if it has one; or the cell's status, if it failed."""
     lent = gpus.all_visible() if device == "cuda" else gpus.Gpus()
 
     def spec(cell: dict[str, Any], share_s: float) -> dict[str, Any]:
@@ -76,9 +76,9 @@ def run(chosen: Sequence[dict[str, Any]], device: str, folder: str | Path) -> li
 def foretold(
     tokens: Sequence[int], *, longest: int, device: str, folder: str | Path, layers: int = 5
 ) -> list[dict[str, Any]]:
-    """What a step of the loop as it was holds with so many layers, a row a T: {"tokens", "mib",
-    "how"}. Up to `longest` from real steps of one layer and of two, whose difference every further
-    layer holds as well; beyond, or where those did not end well, from its shapes."""
+    """Estimated memory of a step of the loop as it was, with `layers` layers, one row a T:
+    {"tokens", "mib", "how"}. Up to `longest` extrapolated from real steps of one and two layers, by
+    their difference per layer; beyond, or where those failed, from its shapes."""
     near = [t for t in tokens if t <= longest]
 
     def spec(t: int, share_s: float) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def _name(cell: dict[str, Any]) -> str:
 def decide(
     rows: Sequence[dict[str, Any]], layers: int, tokens: int, capacity_mib: float = CAPACITY_MIB
 ) -> list[str]:
-    """A sentence a loop: whether it needs checkpointing, by recorded peaks where there are any, and
-    else by what its shapes predict."""
+    """One sentence a loop: whether it needs checkpointing, by recorded peaks if there are any, else
+    by the prediction from its shapes."""
     said, limit = [], capacity_mib / 1024
     for name in LOOPS:
         (plain, how), (less, how_less) = (_gib(rows, name, layers, tokens, on) for on in (0, 1))
@@ -125,7 +125,7 @@ def decide(
 
 
 def _gib(rows: Any, loop: str, layers: int, tokens: int, checkpointing: bool) -> tuple[float, str]:
-    """A loop's peak, and whether it was recorded."""
+    """Peak of a loop, and whether it was recorded or predicted."""
     how, wanted = "predicted", ("memory", loop, layers, tokens, checkpointing)
     for row in rows:
         names = ("measure", "loop", "layers", "tokens", "checkpointing")

@@ -43,9 +43,9 @@ class PrintSchedule:
         return step == 1 or step % self.every == 0
 
     def last_line(self, started: int, ended: int) -> int | None:
-        """The step of the last line, once `started` steps have begun and `ended` of them are over.
+        """Step of the last line, once `started` steps have begun and `ended` of them are over.
 
-        None before the first line. This is the step at which the run will be said to hang.
+        None before the first line. This is the step at which the old rule reports a hang.
         """
         lines = [step for step in range(1, started + 1) if self.at_start(step)]
         lines += [step for step in range(1, ended + 1) if self.at_end(step)]
@@ -67,14 +67,14 @@ CASE_STUDY = PrintSchedule()
 
 
 def last_step(text: str) -> int | None:
-    """The step of the last line of a console; None where no line names one."""
+    """Step of the last line of a console; None if no line names one."""
     found = re.findall(r"^(?:\[debug\] )?step 0*(\d+)\b", text, re.MULTILINE)
     return int(found[-1]) if found else None
 
 
 DEFAULTS = {
-    "design": "tiny",  # a name of nsa.experiments.case_study.loop.design
-    "changes": {},  # of the design that is named
+    "design": "tiny",  # name of a design in nsa.experiments.case_study.loop.design
+    "changes": {},  # to that design
     "tokens": 128,
     "batch": 1,
     "device": "cpu",
@@ -83,15 +83,15 @@ DEFAULTS = {
     "first": 5,  # print schedule
     "every": 20,
     "aux_stats": False,  # gate statistics, read to the host in every step
-    "tracing": False,  # every operation by name
+    "tracing": False,  # write every operation by name
     "checkpointing": False,
-    "lock_at": 0,  # the step, from 1, that takes a lock twice: a hang, planted; 0 is none
+    "lock_at": 0,  # step, from 1, that takes a lock twice (a planted hang); 0 for none
     "threads": None,
 }
 
 
 class ExhibitLoop:
-    """Trains on random bytes with AdamW, and prints what the case study's script printed.
+    """Trains on random bytes with AdamW, and prints the same lines as the case study's script.
 
     ValueError for a setting that DEFAULTS does not have.
     """
@@ -116,7 +116,7 @@ class ExhibitLoop:
                 block.attention.gate.register_forward_hook(self._statistics)
 
     def step(self, i: int) -> torch.Tensor:
-        """Step i, from 0; the console counts from 1."""
+        """Run step i, from 0; the console counts from 1."""
         with Trace() if self.settings["tracing"] else nullcontext():
             self._enter("data")
             tokens, targets = self.batch(i)
@@ -146,7 +146,7 @@ class ExhibitLoop:
         return drawn[:, :-1], drawn[:, 1:]
 
     def witness(self) -> dict[str, Any]:
-        """What ran: two arms of a comparison with the same one compared a program with itself."""
+        """Path witness: two variants with equal witnesses would compare a program with itself."""
         chosen = self.model.design
         switches = {n: self.settings[n] for n in ("aux_stats", "tracing", "checkpointing")}
         return {"attention": chosen.path, "defects": list(chosen.defects)} | switches
@@ -160,16 +160,16 @@ class ExhibitLoop:
 
 
 def taken_twice(lock: threading.Lock) -> None:
-    """Waits for what only itself could let go."""
+    """Deadlock on purpose: wait for a lock that this thread holds."""
     with lock, lock:
         pass
 
 
-make = ExhibitLoop  # what a trial's spec names
+make = ExhibitLoop  # the name in a trial's spec
 
 
 class Trace(TorchDispatchMode):
-    """Writes down every operation with its first shape, as a trace of the hang was taken."""
+    """Records every operation with its first shape, like the trace of the hang."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The loop and its first defect under several torches, each by an interpreter of its own.
+"""The loop and its first defect under several versions of torch, each in its own interpreter.
 
     python -m nsa.experiments.case_study.loop.versions /path/of/venv/bin/python [...]
 
-prints what this interpreter's torch and the others' make of the same steps, as a JSON record.
+prints the results of the same steps with this interpreter's torch and the others', as JSON.
 """
 
 import json
@@ -19,9 +19,9 @@ COUNTS = ("forward", "backward", "nodes", "syncs")
 
 
 def measured(spec: dict[str, Any]) -> dict[str, Any]:
-    """The inside of one interpreter: three steps of the loop, its counts, and `one_query`.
+    """Run in one interpreter: three steps of the loop, its counts, and `one_query`.
 
-    spec: settings of nsa.experiments.case_study.loop.subject. Gradients are told by their norms, in
+    spec: settings of nsa.experiments.case_study.loop.subject. Gradients are reported as norms, in
     the order of the parameters, after the first backward.
     """
     import platform
@@ -48,7 +48,7 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_query(device: str = "cpu", keys: int = 32) -> dict[str, float]:
-    """What torch's own attention makes of one query with is_causal=True, against `keys` keys.
+    """Attention of torch for one query with is_causal=True, against `keys` keys.
 
     {"first": how far it is from the first value, "all": from attention over all keys, "grad_q",
     "grad_k": the largest gradients in units of those over all keys}: its mask is aligned with the
@@ -75,12 +75,11 @@ def compared(
     folder: str | Path | None = None,
     deadline_s: float = 600.0,
 ) -> list[dict[str, Any]]:
-    """`measured` by each interpreter, None for this one, and how far each is from the first.
+    """`measured` by each interpreter (None: this one), and the distance of each from the first.
 
-    Beside that "loss_apart" and "gradients_apart", relative, and "more" operations by name.
+    Adds "loss_apart" and "gradients_apart", relative, and "more" operations by name.
 
-    Raises ValueError for an interpreter that cannot run it, RuntimeError for one whose child ends
-    otherwise than well.
+    Raises ValueError for an interpreter that cannot run it, RuntimeError for one whose child fails.
     """
     rows: list[dict[str, Any]] = []
     for python in pythons:
@@ -102,18 +101,18 @@ def compared(
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest relative difference of two lists; of two zeros none."""
+    """Largest relative difference of two lists; 0 for two zeros."""
     return max(abs(a - b) / max(abs(a), abs(b), 1e-30) for a, b in zip(one, other, strict=True))
 
 
 def _more(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """By how much the other dispatched each operation more often, where they differ."""
+    """How many more times `other` dispatched each operation, where they differ."""
     apart = {name: other.get(name, 0) - one.get(name, 0) for name in sorted(one | other)}
     return {name: n for name, n in apart.items() if n}
 
 
 def main(pythons: Sequence[str]) -> None:
-    """A row for this interpreter and each of the others: a tiny loop, and a layer of its own."""
+    """Print a row for each interpreter: a tiny loop, and a single layer."""
     designs = {"tiny": ({}, 128), "production": ({"layers": 1}, 256)}
     found = []
     for name, (changes, tokens) in designs.items():

@@ -1,8 +1,8 @@
-"""The rows of the settlement, each with the verdict that its facts allow.
+"""Rows of the settlement, each with the verdict that its facts allow.
 
-A row has up to four sides, each a list of facts: what would confirm it, refute it, explain both of
-its statements, or void the comparison. A side holds where all of its facts are as asked, fails
-where one is not, and is not known otherwise. The verdict follows from the sides alone:
+A row has up to four sides, each a list of facts that would confirm it, refute it, explain both of
+its statements, or void the comparison. A side holds if all of its facts are as required, fails if
+one is not, and is unknown otherwise. The verdict follows from the sides alone:
 
     sides that hold   sides not known   verdict
     two or more       any               CONTRADICTED
@@ -10,8 +10,8 @@ where one is not, and is not known otherwise. The verdict follows from the sides
     one               some              INCONCLUSIVE, until these are known
     none              any               INCONCLUSIVE
 
-A number that is stated, of which no record is kept here, decides nothing alone: a side of nothing
-else gives INCONCLUSIVE, and one that has such a number beside others says so.
+A stated number, of which no record is kept here, decides nothing alone: a side with only such
+numbers gives INCONCLUSIVE, and the verdict of a side that has others as well names them.
 """
 
 import re
@@ -32,7 +32,7 @@ NOT = "not "
 
 @dataclass(frozen=True)
 class Row:
-    """One claim of the case study, as rows.yaml has it."""
+    """Claim of the case study, with the fields of rows.yaml."""
 
     id: str
     claim: str
@@ -46,15 +46,15 @@ class Row:
 
     @property
     def sides(self) -> dict[str, Sequence[str]]:
-        """The facts of each side that the row has, by its verdict."""
+        """Facts of each side that the row has, by its verdict."""
         found = {verdict: getattr(self, side) for side, verdict in SIDES.items()}
         return {verdict: names for verdict, names in found.items() if names}
 
 
 def all_rows() -> list[Row]:
-    """What the case study claimed, from the rows.yaml beside this module.
+    """Claims of the case study, from the rows.yaml beside this module.
 
-    ValueError for a field that a row has not.
+    ValueError for a field that Row does not have.
     """
     import yaml
 
@@ -75,12 +75,12 @@ class Settled:
     facts: Mapping[str, Fact]
 
     def asked(self, name: str) -> bool | None:
-        """Whether a fact is as a side asks: "not NAME" asks for the contrary."""
+        """True if a fact is as a side requires ("not NAME": the contrary); None if unknown."""
         holds = self.facts[name.removeprefix(NOT)].holds
         return holds if holds is None else holds is not name.startswith(NOT)
 
     def side(self, verdict: str) -> bool | None:
-        """Whether that side holds, fails, or is not known."""
+        """True if that side holds, False if it fails, None if unknown."""
         found = [self.asked(name) for name in self.row.sides[verdict]]
         return False if False in found else None if None in found else True
 
@@ -95,7 +95,7 @@ class Settled:
         return holding[0]
 
     def stated(self, verdict: str) -> list[str]:
-        """The facts of a side that rest on stated numbers."""
+        """Facts of a side that rest on stated numbers."""
         names = [name.removeprefix(NOT) for name in self.row.sides.get(verdict, ())]
         return [name for name in names if self.facts[name].stated]
 
@@ -109,13 +109,13 @@ class Settled:
         return list(dict.fromkeys(one for fact in self.facts.values() for one in fact.evidence))
 
     def told(self, *verdicts: str) -> list[str]:
-        """The facts of those sides, each once, with its number and limit."""
+        """Facts of those sides, each once, with its number and limit."""
         names = (name for verdict in verdicts for name in self.row.sides.get(verdict, ()))
         return list(dict.fromkeys(str(self.facts[name.removeprefix(NOT)]) for name in names))
 
     @property
     def settles(self) -> str:
-        """What would decide an undecided row: what is not known, then what its row says."""
+        """Missing evidence for an undecided row: unknown facts, then the row's own text."""
         if self.verdict != INCONCLUSIVE:
             return ""
         unknown = dict.fromkeys(fact.why for fact in self.facts.values() if fact.holds is None)
@@ -133,8 +133,7 @@ class Settled:
 def settle(facts: Mapping[str, Fact], rows: Sequence[Row] = ()) -> list[Settled]:
     """Every row, or those given, with its facts.
 
-    ValueError for a row that names a fact there is not, that nothing could confirm, or that nothing
-    else could decide.
+    ValueError for a row that names an unknown fact, or has no confirming side, or no other side.
     """
     settled = []
     for row in rows or all_rows():
@@ -169,12 +168,12 @@ def all_claims(settled: Sequence[Settled]) -> list[Claim]:
 
 
 def subject(sentence: str) -> str:
-    """The row that a claim is of, whatever its verdict; "" for the claim of all of them."""
+    """Row of a claim, whatever its verdict; "" for the claim on all rows."""
     return found[0] if (found := re.match(r"[A-Z]\d+(?= )", sentence)) else ""
 
 
 def fewer_undecided_than(settled: Sequence[Settled], most: int) -> Claim:
-    """Whether the settlement settles: no row contradicted, at most so many left undecided."""
+    """Claim that the settlement settles: no row contradicted, at most `most` left undecided."""
     undecided = [one.row.id for one in settled if one.verdict == INCONCLUSIVE]
     wrong = [one.row.id for one in settled if one.verdict == CONTRADICTED]
     decided = len(settled) - len(undecided) - len(wrong)

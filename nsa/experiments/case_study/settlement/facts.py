@@ -1,8 +1,8 @@
 """Facts of the settlement: each compares one number with a limit, so it can come out either way.
 
-facts.yaml says what the number is, what is asked of it, and how it follows from `Sources`; the
-sources that are read are the fact's evidence. Where one is missing, or lacks what is asked of it,
-the fact is not known and says why.
+facts.yaml defines the number, the condition on it, and its computation from `Sources`; the sources
+that are read are the fact's evidence. If one is missing or incomplete, the fact is unknown, and
+`why` gives the reason.
 """
 
 import math
@@ -26,10 +26,10 @@ RELATIONS = {
 
 @dataclass(frozen=True)
 class Fact:
-    """A number beside its limit. value: None where not known, and then `why`."""
+    """A number and its limit. value: None if unknown, and then `why` gives the reason."""
 
     name: str
-    sentence: str  # what the value is, without figures that move
+    sentence: str  # meaning of the value, without figures that move
     value: float | None
     relation: str
     limit: float
@@ -50,7 +50,7 @@ class Fact:
 
     @property
     def seen(self) -> str:
-        """The number beside what is asked: "1.359 (>= 1.8 asked)"."""
+        """Number with its condition: "1.359 (>= 1.8 asked)"."""
         if self.value is None:
             return self.why
         unit = f" {self.unit}" if self.unit else ""
@@ -63,7 +63,7 @@ class Fact:
 
 
 def short(number: float) -> str:
-    """Four digits, or thousands whole."""
+    """Four digits, or thousands without decimals."""
     return f"{number:,.0f}" if 1000 <= abs(number) < 1e9 else f"{number:.4g}"
 
 
@@ -87,7 +87,7 @@ class Asked:
             )
 
     def answer(self, given: Sources) -> Fact:
-        """Not known where a source is missing, or lacks what the value needs."""
+        """Evaluate the fact; unknown if a source is missing or lacks what the value needs."""
         seen, value, why = given.unread(), None, ""
         try:
             value = float(self.value(seen))
@@ -104,7 +104,7 @@ class Asked:
 
 
 class Names(dict[str, Any]):
-    """Names of a `value` expression: FUNCTIONS, and any other is a source."""
+    """Names in a `value` expression: FUNCTIONS, and any other name is a source."""
 
     def __init__(self, see: Sources) -> None:
         kinds = {kind: lambda name, kind=kind: see[f"{kind}:{name}"] for kind in ("trial", "run")}
@@ -136,12 +136,12 @@ def all_asked() -> list[Asked]:
 
 
 def all_facts(given: Sources, chosen: Iterable[Asked] = ()) -> dict[str, Fact]:
-    """Every fact, or those that are chosen, by name."""
+    """Every fact, or the chosen ones, by name."""
     return {one.name: one.answer(given) for one in chosen or all_asked()}
 
 
 def of_kind(found: Mapping[str, Fact], kind: str) -> dict[str, Fact]:
-    """Facts by their evidence: "run" or "trial" where any of it is, else "table"."""
+    """Facts by their evidence: "run" or "trial" if any of it is, else "table"."""
 
     def last(fact: Fact) -> str:
         kinds = {one.partition(":")[0] for one in fact.evidence}

@@ -1,6 +1,6 @@
-"""Micro-trials of the case study's research notes: what they hold of torch, tried in isolation.
+"""Micro-trials of the case study's research notes: their statements on torch, tested in isolation.
 
-Times are ratios of arms that were run in turns. What only a GPU shows is declined without one.
+Times are ratios of interleaved variants. Trials that need a GPU are declined without one.
 """
 
 import itertools
@@ -26,12 +26,12 @@ NO_GPU = {"declined": "only a GPU shows it, and torch sees none here"}
 
 
 def device_name() -> str:
-    """What a trial that takes a GPU where there is one ran on."""
+    """Device of a trial that uses a GPU if there is one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def dense_mask() -> Found:
-    """A causal mask of -inf over 64 tokens, beside attention row by row without a mask."""
+    """A causal mask of -inf over 64 tokens, compared with attention row by row without a mask."""
     tokens = 64
     q, k, v, weight = (torch.randn(1, 2, tokens, 16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -56,8 +56,8 @@ def dense_mask() -> Found:
 
 
 def duplicates() -> Found:
-    """index_add, scatter_add and advanced indexing with duplicate indices, beside a dense product;
-    and the time of indexing's backward with 64 duplicates of each index beside none."""
+    """index_add, scatter_add and advanced indexing with duplicate indices, compared with a dense
+    product; and the time of indexing's backward with 64 duplicates of each index and with none."""
     source, weight = torch.randn(24, 8, requires_grad=True), torch.randn(6, 8)
     index = torch.arange(24) % 6
     dense = torch.nn.functional.one_hot(index, 6).float()  # [24, 6]
@@ -86,9 +86,9 @@ def duplicates() -> Found:
 
 
 def varlen() -> Found:
-    """Attention over three packed sequences, beside one by one; and bytes kept at T 512 over 256.
+    """Attention over three packed sequences and over each alone; bytes kept at T 512 over 256.
 
-    With flash-attn where it is installed and a GPU there, else with torch's nested tensors.
+    Uses flash-attn if it is installed and there is a GPU, else torch's nested tensors.
     """
     device, lengths = ("cuda" if torch.cuda.is_available() else "cpu"), (5, 17, 9)
     dtype = torch.float16 if device == "cuda" else torch.float32
@@ -131,8 +131,8 @@ def _packed(leaves: list[Tensor], lengths: tuple[int, ...]) -> Tensor:
 
 
 def pruning() -> Found:
-    """Scores that only pick integer indices: bytes that they keep for the backward, and what
-    changes where they are detached."""
+    """Scores that only select integer indices: bytes kept for the backward, and the effect of
+    detaching them."""
     x, values = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32, requires_grad=True)
 
     def loss(detached: bool) -> Tensor:
@@ -178,7 +178,7 @@ def allocators() -> Found:
     """On a GPU: MiB allocated after the rebuilt loop's forward of 5 layers, as the case study
     measured, at three T under the default allocator and under its own setting.
 
-    RuntimeError where one of them fails.
+    RuntimeError if one of them fails.
     """
     if not torch.cuda.is_available():
         return NO_GPU
@@ -242,7 +242,7 @@ def in_turns(
     rounds: int = 15,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each arm in each round, interleaved."""
+    """Seconds of each variant in each round, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, arm in arms.items():
@@ -255,13 +255,13 @@ def in_turns(
 
 
 def fastest(arms: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of each arm in its fastest round: other work on the machine only ever adds to one."""
+    """Seconds of each variant in its fastest round, since other work only adds time."""
     return {name: min(seconds) for name, seconds in in_turns(arms).items()}
 
 
 def _kept(forward: Callable[[], Tensor]) -> int:
-    """Bytes of storages, each once, that the graph of forward() holds once it is all that is left;
-    of a tensor that only lived in the forward none."""
+    """Bytes of the storages, each once, that the graph of forward() alone keeps alive. Tensors that
+    only live during the forward are not counted."""
     sizes: dict[int, int] = {}
     alive: list[Any] = []
 
@@ -281,7 +281,7 @@ def _kept(forward: Callable[[], Tensor]) -> int:
 
 
 def _apart(found: Any, wanted: Any) -> float:
-    """Largest difference of tensors pair by pair; not a number where one is."""
+    """Largest difference of tensors pair by pair; NaN if any is NaN."""
     return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The figures of the settlement: three tables re-read, and the verdicts at a glance."""
+"""Figures of the settlement: three tables re-read, and an overview of the verdicts."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ ARMS = {"plain": (BLUE, "-"), "aux stats": ("#E69F00", "--"), "traced": (ORANGE,
 
 
 def memory():
-    """The reported peaks, the copies that make them, its estimator, and a right window's peaks."""
+    """Plot reported peaks, the copies that explain them, its estimator, and a right window's."""
     tokens = np.array(sorted(case_study.MEMORY_MIB))
     fine = np.unique(np.geomspace(tokens[0], 2 * tokens[-1], 25).astype(int))
     copies = [peak_mib(5, int(t)) / 1024 for t in fine]
@@ -50,7 +50,7 @@ def memory():
 
 
 def microseconds():
-    """Seconds of every known step against its operations; the line is the constant of them all."""
+    """Plot seconds of every known step against its operations, with their common constant."""
     counts = [t.operations for t in ALL_TIMINGS]
     each = [t.microseconds for t in ALL_TIMINGS]
     ends = np.array([min(counts) / 1.6, max(counts) * 1.6])
@@ -79,12 +79,12 @@ def microseconds():
 
 
 def cut(trials: Mapping[str, Outcome]):
-    """The step that has begun against the clock, three arms; where a deadline would cut each."""
+    """Plot the current step over time for three variants, and where a deadline would cut each."""
     ended = trials.get("deadlines")
     if ended is None or ended.result is None:
         return looks.nothing("the trial `deadlines` did not run to its end")
     begun = {arm: [0.0, *accumulate(s)] for arm, s in ended.result["step_s"].items()}
-    at = (begun["plain"][4] + begun["plain"][5]) / 2  # it cuts the plain arm in its fifth step
+    at = (begun["plain"][4] + begun["plain"][5]) / 2  # it cuts the plain variant in its fifth step
     with looks.style():
         fig, (axes,) = looks.panels(1, 3.2)
         for arm, times in begun.items():
@@ -107,7 +107,7 @@ def cut(trials: Mapping[str, Outcome]):
 
 
 def verdicts(settled: Sequence[Settled]):
-    """A box a row, in the colour of its verdict."""
+    """Draw a box for each row, in the colour of its verdict."""
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch, Rectangle
 

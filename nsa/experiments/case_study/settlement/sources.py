@@ -1,4 +1,4 @@
-"""What facts are read from: the reports' figures, trials, and committed runs, each by its name."""
+"""Sources of facts: the reports' figures, trials, and committed runs, each by its name."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,20 +13,20 @@ from whyhung.process.trial import Outcome
 
 RUNS = PACKAGE.parent / "runs"
 Found = dict[str, Any]
-# What reading a number raises where its source has another form than it should.
+# Raised on reading a number if its source has an unexpected form.
 MALFORMED = (
     LookupError, StopIteration, TypeError, AttributeError, ArithmeticError, ValueError,
 )  # fmt: skip
 
 
 class Lacking(LookupError):
-    """A source that is not there, or lacks what is asked of it; says which and why."""
+    """A source that is missing or incomplete; the message names it and the reason."""
 
 
 class Sources:
-    """What facts read, by name: "MEMORY_MIB", "trial:state", "run:step5"; notes what was read.
+    """Sources of facts by name: "MEMORY_MIB", "trial:state", "run:step5"; records which were read.
 
-    found: numbers, by name. lacking: why a source is not there. labels: ids of kept runs.
+    found: numbers, by name. lacking: why a source is missing. labels: ids of kept runs.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Sources:
         return self.found[name]
 
     def unread(self) -> "Sources":
-        """The same sources, of which nothing was read."""
+        """The same sources, with none marked as read."""
         return Sources(self.found, self.lacking, self.labels)
 
     def label(self, name: str) -> str:
-        """The evidence id of a source."""
+        """Evidence id of a source."""
         return name if name.startswith("trial:") else self.labels.get(name, f"table:{name}")
 
 
@@ -58,7 +58,7 @@ def sources(
 ) -> Sources:
     """The quoted figures, the trials that ended well, and those kept runs below `root`.
 
-    runs: {"step5": "03_step5_hang_bisection-8c596233"}, of READERS; "" where none was named.
+    runs: {"step5": "03_step5_hang_bisection-8c596233"}, of READERS; "" if none was named.
     ValueError for a kind of run that no fact reads.
     """
     found = {name: value for name, value in vars(figures).items() if name.isupper()}
@@ -79,8 +79,8 @@ def sources(
 
 
 def read(kind: str, run: str, root: Path = RUNS) -> Found:
-    """The numbers of that run, or of a record "name.json" in a day's folder; Lacking where it is
-    gone, or has not what its kind needs.
+    """Numbers of that run, or of a record "name.json" in a day's folder; Lacking if it is missing,
+    or lacks what its kind needs.
 
     ValueError for a kind that READERS does not have.
     """
@@ -106,7 +106,7 @@ def read(kind: str, run: str, root: Path = RUNS) -> Found:
 
 
 def claimed(folder: Path, *sentences: str) -> Found:
-    """The evidence of the run's claim that begins with one of those, as it has been put."""
+    """Evidence stored with the run's claim that begins with one of `sentences`."""
     for entry in read_json(folder / "verdicts.json", []):
         if entry["claim"].startswith(sentences):
             return entry["evidence"]
@@ -114,7 +114,7 @@ def claimed(folder: Path, *sentences: str) -> Found:
 
 
 def rows(folder: Path, metric: str, **config: Any) -> list[tuple[float, Found]]:
-    """(median, config) of its rows of that metric with that configuration."""
+    """(median, config) of the run's rows of that metric with that configuration."""
     frame = metrics.read(folder / "metrics.csv")
     frame = frame[frame["metric"] == metric]
     found = zip(frame["median"], metrics.configs(frame), strict=True)
@@ -125,7 +125,7 @@ def rows(folder: Path, metric: str, **config: Any) -> list[tuple[float, Found]]:
 
 
 def step5(folder: Path) -> Found:
-    """Of 03: steps reached by arm under one deadline, and how many of its trials stand still."""
+    """Numbers of a run of 03: steps reached by variant in one deadline; hung or stalled trials."""
     longer = claimed(folder, "the same run comes further with every longer deadline")
     watched = claimed(
         folder, "no verdict changes under aux stats", "aux stats, tracing and launch blocking"
@@ -147,7 +147,7 @@ def step5(folder: Path) -> Found:
         "watched standing still": sum(
             one["verdict"].startswith(("HANG", "STALLED")) for one in watched["found"].values()
         ),
-        # the one that ended is the calibration, which has no deadline
+        # the trial that ended is the calibration, which has no deadline
         "plain": [
             value for value, has in reached if has == has | plain and has["old_rule"] != "PASS"
         ],
@@ -158,7 +158,7 @@ def step5(folder: Path) -> Found:
 
 
 def sharding(folder: Path) -> Found:
-    """Of 04 on several ranks: MiB a rank and tokens/s under DDP and FSDP, and recompilations."""
+    """Numbers of a run of 04 on several ranks: MiB a rank, tokens/s (DDP, FSDP), recompilations."""
 
     def one(metric: str, parallel: str) -> float:
         eager = rows(folder, metric, parallel=parallel, compile=False, cuda_graph=False)
@@ -172,8 +172,8 @@ def sharding(folder: Path) -> Found:
 
 
 def ranks(folder: Path) -> Found:
-    """Of 05: trials that neither ended nor were refused, and the gradients' largest error against
-    one process."""
+    """Numbers of a run of 05: trials that neither ended nor were refused, and the gradients'
+    largest error against one process."""
     entries = read_json(folder / "verdicts.json", [])
     ended = next(e["evidence"] for e in entries if "trials ended, or were refused" in e["claim"])
     return {
@@ -183,8 +183,8 @@ def ranks(folder: Path) -> Found:
 
 
 def versions(record: Path) -> Found:
-    """Of nsa.experiments.case_study.loop.versions: how far the loop's operations and losses are
-    apart under two torches, the furthest of its designs."""
+    """Numbers of nsa.experiments.case_study.loop.versions: differences of the loop's operations and
+    losses under two versions of torch, the largest over its designs."""
     designs = [one["rows"] for one in read_json(record, {})["designs"]]
     torches = sorted({row["torch"] for rows in designs for row in rows})
     if len(torches) < 2:

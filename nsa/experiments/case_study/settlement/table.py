@@ -1,4 +1,4 @@
-"""The settlement as tables: its facts, its rows, the retractions. Draws nothing."""
+"""Tables of the settlement: its facts, its rows, the retractions. Draws nothing."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ from whyhung.process.trial import Outcome
 
 
 def facts(found: Mapping[str, Fact], kind: str) -> pandas.DataFrame:
-    """One row a fact whose evidence is of that kind: "table", "trial" or "run"."""
+    """One row for each fact whose evidence is of that kind: "table", "trial" or "run"."""
     rows = {
         fact.name: {
             "number": fact.sentence,
@@ -28,9 +28,9 @@ def facts(found: Mapping[str, Fact], kind: str) -> pandas.DataFrame:
 
 
 def rows(settled: Sequence[Settled], kind: str) -> pandas.DataFrame:
-    """One row each of that kind of claims.KINDS, with its facts for and against.
+    """One row for each Row of that kind in claims.KINDS, with the facts for and against it.
 
-    For: of the side that holds, or the confirming side where none does; against: of all others.
+    For: of the side that holds, or the confirming side if none does; against: of all others.
     """
     found = {}
     for one in settled:
@@ -51,14 +51,14 @@ def rows(settled: Sequence[Settled], kind: str) -> pandas.DataFrame:
 
 
 def trials(ended: Mapping[str, Outcome]) -> pandas.DataFrame:
-    """How each trial ended, and after how long."""
+    """Status of each trial at its end, and its duration."""
     found = {name: (one.status, round(one.seconds, 1), one.message) for name, one in ended.items()}
     columns = ["ended", "seconds", "message"]
     return pandas.DataFrame.from_dict(found, orient="index", columns=columns)
 
 
 def memory() -> pandas.DataFrame:
-    """The memory table beside what shapes say: of the loop as it was, and with a right window."""
+    """Memory table with predictions from shapes: of the loop as it was, and with a right window."""
     found = {}
     for (layers, tokens), mib in case_study.PEAKS_MIB.items():
         copies, estimate = peak_mib(layers, tokens), case_study.ESTIMATE_MIB[tokens]
@@ -76,7 +76,7 @@ def memory() -> pandas.DataFrame:
 
 
 def timings() -> pandas.DataFrame:
-    """Every known step by its operations, and what the constant of all others gives for it."""
+    """Every known step by its operations, and its prediction by the constant of all others."""
     columns = ["step", "seconds", "operations", "us each", "others give", "off by", "source"]
     each = [t.microseconds for t in ALL_TIMINGS]
     rows = [
@@ -88,9 +88,9 @@ def timings() -> pandas.DataFrame:
 
 
 def to_metrics(found: Mapping[str, Fact], ended: Mapping[str, Outcome]) -> list[dict]:
-    """Rows of metrics.csv: a fact's number with what was asked of it, and a trial's seconds.
+    """Rows of metrics.csv: each fact's number with its condition, and each trial's seconds.
 
-    The device of a row is the one that its trial says it ran on; most ran on the CPU.
+    The device of a row is the one that its trial reports; most ran on the CPU.
     """
     columns = ("operation", "mode", "metric", "unit", "median", "config", "device")
     ran_on = {name: (one.result or {}).get("device", "cpu") for name, one in ended.items()}

@@ -1,7 +1,7 @@
 """Small trials that settle what the case study left open, each in a child process of its own.
 
-Each is a function from nothing to plain numbers that takes seconds on a CPU: of the rebuilt loop of
-`case_study.loop`, torch alone, or this project's attention; none runs the case study's code.
+Each is a function without arguments that returns plain numbers in seconds on a CPU, from the loop
+of `case_study.loop`, torch alone, or this project's attention, never the case study's code.
 """
 
 import json
@@ -68,23 +68,23 @@ def print_schedule() -> Found:
 
 
 def deadlines() -> Found:
-    """Seconds of each of 10 steps, plain, with aux stats and traced, in turns: what a deadline
-    cuts off."""
+    """Seconds of each of 10 steps, plain, with aux stats and traced, interleaved, to find where a
+    deadline cuts."""
     arms = {"plain": {}, "aux stats": {"aux_stats": True}, "traced": {"tracing": True}}
     loops = {name: make({"tokens": 24, **SILENT, **changed}) for name, changed in arms.items()}
     return {"step_s": _in_turns(loops, 10)}
 
 
 def batch() -> Found:
-    """Seconds of a step with one and two sequences of 64 tokens, in turns."""
+    """Seconds of a step with one and two sequences of 64 tokens, interleaved."""
     loops = {str(n): make({"tokens": 64, "batch": n, **SILENT}) for n in (1, 2)}
     return {"step_s": _in_turns(loops, 7)}
 
 
 def _in_turns(loops: dict[str, ExhibitLoop], rounds: int) -> dict[str, list[float]]:
-    """Seconds of that many steps of each, after one that does not count.
+    """Seconds of `rounds` steps of each loop, interleaved, after one that is discarded.
 
-    Of the processor, on the one thread of a trial: others' work does not count.
+    CPU time of the trial's only thread, so that other processes do not count.
     """
     steps = {name: partial(next, map(loop.step, count())) for name, loop in loops.items()}
     found = notes.in_turns(steps, rounds + 1, time.process_time)
@@ -92,7 +92,7 @@ def _in_turns(loops: dict[str, ExhibitLoop], rounds: int) -> dict[str, list[floa
 
 
 def beside_the_step() -> Found:
-    """Median seconds of a step, of making its batch, and of a line of CSV that is flushed."""
+    """Median seconds of a step, of making its batch, and of writing and flushing a line of CSV."""
     loop, steps = make({"tokens": 32, **SILENT}), count()
     with tempfile.TemporaryFile("w") as log:
         parts = {
@@ -104,7 +104,7 @@ def beside_the_step() -> Found:
 
 
 def operations() -> Found:
-    """The loop beside dense masks: operations, autograd nodes and syncs at two T and batches."""
+    """The loop and dense masks: operations, autograd nodes and syncs at two T and batches."""
     rows = []
     for path in ("loop", "masked"):
         for tokens, batch in ((64, 1), (128, 1), (64, 2)):
@@ -117,12 +117,12 @@ def operations() -> Found:
 
 
 def state() -> Found:
-    """All that outlives a step, after steps 4 and 5."""
+    """All state that outlives a step, after steps 4 and 5."""
     return measure.difference({"settings": {"tokens": 32, **SILENT}, "after": 4})
 
 
 def checkpointing() -> Found:
-    """Gradients of 4 layers with each block recomputed, the bound one or the last."""
+    """Gradients of 4 layers with each block recomputed: the bound block, or the last one."""
     changes = {"layers": 4, "path": "masked", "defects": []}
     found = measure.gradients({"tokens": 32, "changes": changes})
     return {
@@ -133,7 +133,7 @@ def checkpointing() -> Found:
 
 
 def recompiles() -> Found:
-    """What is compiled in 6 eager steps of the loop."""
+    """Number of compilations in 6 eager steps of the loop."""
     with Compilations() as eager:
         loop = make({"tokens": 16, **SILENT})
         for i in range(6):
@@ -142,7 +142,7 @@ def recompiles() -> Found:
 
 
 def graph() -> Found:
-    """The graph of a step's loss: its nodes, edges that lead back, seconds to make and free it."""
+    """Graph of a step's loss: its nodes, its back edges, seconds to make and free it."""
     loop = make({"tokens": 256})
     tokens, targets = loop.batch(0)
     started = time.perf_counter()
@@ -156,7 +156,7 @@ def graph() -> Found:
 
 
 def back_edges(root: Any) -> int:
-    """Edges to a node that is still being walked, of anything with `next_functions`."""
+    """Number of edges to a node that is still being walked; any object with `next_functions`."""
     back, done, open_ = 0, set(), {root}
     stack = [(root, iter(root.next_functions))]
     while stack:
@@ -180,7 +180,7 @@ def _path(path: str) -> dict[str, Any]:
 
 
 def one_query() -> Found:
-    """scaled_dot_product_attention, one query, 9 keys, is_causal=True: whose value comes back?"""
+    """scaled_dot_product_attention, one query, 9 keys, is_causal=True: which value is returned?"""
     q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for n in (1, 9, 9))
     o = attend(q, k, v, is_causal=True)
     gradients = torch.autograd.grad(o.sum(), (q, k))
@@ -222,7 +222,7 @@ def fp16_adamw() -> Found:
 
 
 def in_place() -> Found:
-    """index_add_ beside scatter_add in the graph, and an in-place change of a saved tensor."""
+    """Graphs of index_add_ and scatter_add, and an in-place change of a saved tensor."""
     x, at = torch.randn(12, requires_grad=True), torch.tensor([0, 1, 1, 2, 3, 3, 3, 0, 2, 1, 0, 2])
     outs = torch.zeros(4).index_add_(0, at, x * 2), torch.zeros(4).scatter_add(0, at, x * 2)
     gradients = [torch.autograd.grad((out**2).sum(), x)[0] for out in outs]
@@ -237,7 +237,7 @@ def in_place() -> Found:
 
 
 def branches() -> Found:
-    """All three branches of this project's model, and each alone: operations and nodes."""
+    """This project's model with all three branches, and with each alone: operations and nodes."""
     found = {}
     for branch in (None, *BRANCHES):
         _, counted = _ours(force_branch=branch)
@@ -255,7 +255,7 @@ def backends() -> Found:
 
 
 def _ours(**changes: Any) -> tuple[float, measure.Count]:
-    """The loss of this project's model, and the operations of its forward and backward."""
+    """Loss of this project's model, and the operations of its forward and backward."""
     torch.manual_seed(0)
     sizes = NSAConfig(8, 4, 8, 4, window=16)
     config = ModelConfig("settlement", 1, 32, 4, 2, 8, nsa=sizes, backend="gather")
@@ -279,9 +279,9 @@ print('COMPLETED', flush=True)
 
 
 def harness() -> Found:
-    """What the case study's scripts relied on: `env` as JSON, and the exit code of `timeout`.
+    """Tools that the case study's scripts relied on: `env` as JSON, and the exit code of `timeout`.
 
-    ValueError without either program.
+    ValueError if either program is missing.
     """
     for program in ("env", "timeout"):
         if not shutil.which(program):
@@ -314,7 +314,7 @@ TRIALS: dict[str, Callable[[], Found]] = {
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for values of the notebook's parameters that could not be run."""
     _chosen(values["trials"])
 
 
@@ -334,7 +334,7 @@ def run_all(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> dict[str, Outcome]:
-    """How each of those trials ended, `workers` at once; ValueError for an unknown name."""
+    """Run those trials, `workers` at once; return the outcomes. ValueError for an unknown name."""
     chosen = _chosen(names)
     how = {"deadline_s": deadline_s, "workers": workers, "folder": folder, "progress": progress}
     ended = sweep.measure(ENTRY, chosen, lambda name, share_s: {"name": name}, **how)
@@ -342,7 +342,7 @@ def run_all(
 
 
 def run(spec: dict[str, Any]) -> Found:
-    """The inside of the child: the trial that spec["name"] names."""
+    """Run the trial spec["name"] inside the child process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return TRIALS[spec["name"]]()

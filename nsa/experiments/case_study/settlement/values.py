@@ -1,9 +1,9 @@
-"""Functions that the `value` expressions of facts.yaml call, of the sources that they name.
+"""Functions for the `value` expressions of facts.yaml, applied to the sources named there.
 
-Microseconds an operation stand on operations that were counted in the case study's code, of which
-no record is here; the loop rebuilt here dispatches about half as many (335,529 at T 1024 where
-725,490 are quoted), so no time of the one is compared with a count of the other, and facts on the
-rebuilt loop use ratios within it.
+Microseconds an operation rest on operations that were counted in the case study's code, of which no
+record is here; the loop rebuilt here dispatches about half as many (335,529 at T 1024 where 725,490
+are quoted), so no time of the one is compared with a count of the other, and facts on the rebuilt
+loop use ratios within it.
 """
 
 import math
@@ -20,7 +20,7 @@ from nsa.experiments.case_study.loop.subject import PrintSchedule
 from nsa.workbook.scaling import fit_exponent, local_exponents
 
 Rows = Sequence[Mapping[str, Any]]
-BLOCK = 512  # bytes that the allocator rounds up to
+BLOCK = 512  # allocation granularity in bytes
 peak_mib = cache(predicted_mib)
 last_line = PrintSchedule().last_line
 
@@ -50,7 +50,7 @@ def forced_off(tokens: int, pairs: Iterable[Sequence[float]]) -> float:
 
 
 def saved_off(recorded: Mapping, tables: Mapping) -> float:
-    """What expandable segments save, over what the two reports differ by."""
+    """Largest |ratio - 1| of expandable segments' savings to the difference of the two reports."""
     saved = {int(t): arms["default"] - arms["expandable"] for t, arms in recorded.items()}
     return furthest(saved[t] / (one - other) for t, (one, other) in tables.items())
 
@@ -92,8 +92,8 @@ def twelve_over_line(scaling: Mapping) -> float:
 
 
 def over_limit(timings: Iterable[Timing], deadlines: Iterable[Sequence]) -> float:
-    """Least of the seconds of a step that was called a hang, over its limit: known of that very
-    configuration, or of the same with half its batch."""
+    """Smallest ratio of a step's seconds, for a step that was called a hang, to its limit, in that
+    same configuration or with half its batch."""
     return min(
         t.seconds / limit
         for _, layers, tokens, _, limit in deadlines
@@ -119,7 +119,7 @@ def students_t(costs: Sequence[float]) -> float:
 
 # Rows of tables and of trials.
 def first(rows: Iterable[Sequence], key: Any) -> Sequence:
-    """The first row that begins with `key`."""
+    """First row that begins with `key`."""
     return next(row for row in rows if row[0] == key)
 
 
@@ -132,7 +132,7 @@ def named(names: Iterable[str], missing: Iterable[str]) -> int:
 
 
 def cell(found: Mapping, path: str, tokens: int) -> Mapping[str, Any]:
-    """The row of the trial `operations`, of one sequence; LookupError without one."""
+    """Row of the trial `operations`, with one sequence; LookupError if there is none."""
     for row in found["rows"]:
         if (row["path"], row["tokens"], row["batch"]) == (path, tokens, 1):
             return row
@@ -140,12 +140,12 @@ def cell(found: Mapping, path: str, tokens: int) -> Mapping[str, Any]:
 
 
 def a_token(found: Mapping, key: str) -> float:
-    """That figure of the loop for each further token, from T 64 to 128."""
+    """Increase of that figure of the loop per further token, from T 64 to 128."""
     return (cell(found, "loop", 128)[key] - cell(found, "loop", 64)[key]) / 64
 
 
 def off_policy(rows: Rows) -> float:
-    """Steps between a run's last line before step 13 and its print policy's `first`."""
+    """Largest distance in steps of the last line before step 13 from its print policy's `first`."""
     return max(abs((row["last_line_at_step_13"] or 0) - row["first"]) for row in rows)
 
 
@@ -158,8 +158,8 @@ def fewest_ended(rows: Rows) -> int:
 
 
 def lines_apart(rows: Rows, by: str) -> int:
-    """Console lines in which the plain loop differs from dense masks (by "path") or from itself
-    with checkpointing, under one policy."""
+    """Number of console lines in which the plain loop differs from dense masks (by "path") or from
+    itself with checkpointing, under one policy."""
     plain = {"path": "loop", "checkpoint": False}
     other = plain | ({"path": "masked"} if by == "path" else {"checkpoint": True})
     arms = [[r["lines"] for r in rows if r["first"] == 5 and r == r | arm][-1]
@@ -168,7 +168,7 @@ def lines_apart(rows: Rows, by: str) -> int:
 
 
 def otherwise(rows: Rows) -> int:
-    """Things that changed and should not have, or the other way round."""
+    """Number of things that changed and should not have, or the other way round."""
     return sum(row["changed"] != row["should"] for row in rows)
 
 

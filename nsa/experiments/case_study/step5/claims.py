@@ -1,4 +1,4 @@
-"""The sentences of the step-5 question, each with the ids of its trials and decided by them."""
+"""Claims of the step-5 question, each with the ids of its trials and decided by them."""
 
 import math
 from itertools import pairwise
@@ -18,10 +18,10 @@ from nsa.experiments.case_study.step5.trials import (
 )
 from nsa.workbook.claim import Claim, verdict_of
 
-MEMORY_LIMIT = 0.03  # of the case study's own figures
-SHAPES_LIMIT = 0.02  # of what is recorded here
+MEMORY_LIMIT = 0.03  # for the case study's own figures
+SHAPES_LIMIT = 0.02  # for peaks recorded here
 CAUSE = {"path": "loop", "deadline": 1.0}
-STEADY = 1.3  # a machine whose step varies by more moves deadlines about
+STEADY = 1.3  # on a machine whose steps vary by more, deadlines are unreliable
 NOT_RUN = "it was not run"
 UNSTEADY = "the machine's pace changed under it"
 
@@ -47,7 +47,7 @@ def all_claims(results: Results) -> list[Claim]:
 
 
 def nothing_hangs(results: Results) -> Claim:
-    """What was cut was in motion: SLOW, with P seen moving."""
+    """Trials that were cut were moving: SLOW, with P seen to advance."""
     cut = [t for t in results.trials if not t.finished]
     stand = [t for t in cut if t.verdict.kind in ("HANG", "STALLED")]
     unclear = [t for t in cut if t not in stand and not t.moves]
@@ -62,7 +62,7 @@ def nothing_hangs(results: Results) -> Claim:
 
 
 def a_planted_hang_is_told_apart(results: Results) -> Claim:
-    """That nothing hangs says something only of rules that would have said so."""
+    """A planted hang is detected; else the absence of hangs would mean nothing."""
     sentence = "the same loop with a lock planted at step 5 is HANG, certified at its line"
     planted = results.planted
     if planted is None or planted.verdict.kind == "INCONCLUSIVE":
@@ -75,7 +75,7 @@ def a_planted_hang_is_told_apart(results: Results) -> Claim:
 
 
 def the_console_shows_the_schedule(results: Results) -> Claim:
-    """Whatever the path, observers or deadline: the console ends where the schedule has it end."""
+    """The console ends at its schedule's line for P, whatever the path, observers or deadline."""
     told = {t.id: {"last line": t.said, "was in step": t.reached} for t in results.trials}
     wrong = [t for t in results.trials if t.said not in t.expected()]
     sentence = f"the last line of all {len(told)} trials is what their print schedule makes of P"
@@ -85,7 +85,7 @@ def the_console_shows_the_schedule(results: Results) -> Claim:
 
 
 def the_verdict_moves_with_the_deadline(results: Results) -> Claim:
-    """A hang would stay where it is."""
+    """Longer deadlines let the run get further; a hang would stay at its step."""
     named = [t for n, t in results.named.items() if n.endswith(" x")]
     named.sort(key=lambda t: t.cell["deadline"])
     sentence = "the same run comes further with every longer deadline, and ends"
@@ -98,13 +98,13 @@ def the_verdict_moves_with_the_deadline(results: Results) -> Claim:
     so_far = {"trials": [t.id for t in named], "found": {"reached": reached}}
     if holds and not named[-1].finished:
         return Claim.undecided(sentence, told, so_far)
-    if not holds and results.spread > STEADY:  # whether it stands still, `nothing_hangs` says
+    if not holds and results.spread > STEADY:  # a standstill is decided by `nothing_hangs`
         return Claim.undecided(sentence, f"{UNSTEADY}, {told}", so_far)
     return _claim(f"{sentence}: {told}", named, holds, {"reached": reached})
 
 
 def the_hang_step_moves_with_the_prints(results: Results) -> Claim:
-    """One deadline, one program; only the printing differs."""
+    """Compare trials with one deadline and one program, in which only the printing differs."""
     chosen = {n: t for n, t in results.named.items() if n in PRINTS or n == "1 x"}
     sentence = "the step that is said to hang is chosen by the print schedule"
     if len(chosen) < 2:
@@ -118,8 +118,8 @@ def the_hang_step_moves_with_the_prints(results: Results) -> Claim:
 
 
 def observers_only_slow(results: Results) -> Claim:
-    """A fault would show itself to an observer; slow work only gets slower. One trial each tells no
-    pace apart from another that trials of one program differ by as much."""
+    """Observers would reveal a fault, but only slow down slow work. Single trials show no
+    difference in pace below the spread of trials of one program."""
     plain = results.named.get("1 x")
     watched = {n: t for n, t in results.named.items() if n in OBSERVERS}
     sentence = "no verdict changes under aux stats, tracing or launch blocking"
@@ -142,7 +142,7 @@ def _times(trial: Trial, plain: Trial) -> str:
 
 
 def layers_only_slow(results: Results) -> Claim:
-    """A threshold in layers is one in seconds."""
+    """More layers only make the loop slower: a threshold in layers is one in seconds."""
     plain = results.named.get("1 x")
     name = next((n for n in results.named if n.endswith(" layers")), None)
     sentence = "more layers come less far within one deadline, and move"
@@ -157,7 +157,7 @@ def layers_only_slow(results: Results) -> Claim:
 
 
 def nothing_builds_up(results: Results) -> Claim:
-    """Between the step that was said to be the last good one and the one said to hang."""
+    """Compare the step reported as the last good one with the one reported to hang."""
     sentence = "between steps 4 and 5 nothing changes but weights, moments and the step count"
     if results.state is None:
         return Claim.undecided(sentence, NOT_RUN)
@@ -170,7 +170,7 @@ def nothing_builds_up(results: Results) -> Claim:
 
 
 def the_old_rules_cause(results: Results) -> Claim:
-    """What has to be there for a HANG by the old rule, and nothing that could be left out."""
+    """Smallest cause of a HANG by the old rule: all factors that it needs, and no others."""
     found = results.bisection
     ids = [row.tried.id for row in found.rows]
     sentence = f"of {len(FACTORS)} factors the old rule's HANG needs the loop and the deadline"
@@ -187,10 +187,10 @@ def the_old_rules_cause(results: Results) -> Claim:
 
 
 def one_constant_explains_the_times() -> Claim:
-    """Each known timing predicted by the constant of all others; outliers are named, not left out.
+    """Predict each known timing by the constant of all others; outliers are named, not left out.
 
-    The share is of the variance of log seconds. That every timing lies within 25 % is another
-    claim, P1 of the settlement. Operations were counted in that code, of which no record is here.
+    The share is of the variance of log seconds. The claim that every timing lies within 25 % is
+    separate, P1 of the settlement. Operations were counted in that code, with no record here.
     """
     each = [t.microseconds for t in ALL_TIMINGS]
     off = [p / us - 1 for p, us in zip(held_out_us(each), each, strict=True)]
@@ -207,7 +207,7 @@ def one_constant_explains_the_times() -> Claim:
 
 
 def operations_follow_tokens(results: Results) -> Claim:
-    """The loop's by the token, the masks' not at all."""
+    """Operations of the loop grow with every token, those of dense masks do not."""
     sentence = "the loop dispatches by the token, dense masks do not"
     if not results.operations:
         return Claim.undecided(sentence, NOT_RUN)
@@ -222,7 +222,7 @@ def operations_follow_tokens(results: Results) -> Claim:
 
 
 def copies_explain_the_memory() -> Claim:
-    """From shapes, with nothing fitted."""
+    """Compare shapes with the memory table, with nothing fitted."""
     errors = table.memory()["error"]
     worst = float(errors.abs().max())
     sentence = f"shapes alone give the case study's memory table, 5 and 12 layers, to {worst:.1%}"
@@ -230,7 +230,7 @@ def copies_explain_the_memory() -> Claim:
 
 
 def recorded_as_predicted(results: Results) -> Claim:
-    """Peaks of this machine's allocator, against the same count."""
+    """Compare peaks of this machine's allocator with the count from shapes."""
     sentence = "what the exhibit holds is what its shapes say"
     if not results.memory:
         return Claim.undecided(sentence, NOT_RUN)
@@ -243,7 +243,7 @@ def recorded_as_predicted(results: Results) -> Claim:
 
 
 def it_is_another_attention(results: Results) -> Claim:
-    """Beside the reference, in fp64: the defects are what is wrong with it, and nothing else is."""
+    """Compare with the reference in fp64: all that is wrong with the loop is its defects."""
     sentence = "the loop's attention is not NSA's, and is without its defects"
     if len(results.attention) < 2:
         return Claim.undecided(sentence, NOT_RUN)
@@ -253,7 +253,7 @@ def it_is_another_attention(results: Results) -> Claim:
 
 
 def the_tree_ends_in_slow(results: Results, decided: Decision) -> Claim:
-    """The executable decision, from this run's own rows and claims."""
+    """Apply the executable decision to this run's own rows and claims."""
     trials = [results.named[n] for n in ("1 x", "2 x") if n in results.named]
     sentence = "the decision tree says of the loop: slow by dispatch, and wrong"
     if decided.missing:
@@ -280,7 +280,7 @@ def _claim(sentence: str, trials: list[Trial], holds: bool, evidence) -> Claim:
 
 
 def _ids(trials: list[Trial], most: int = 6) -> str:
-    """The first of them; all are in the claim's evidence."""
+    """First ids of the trials; all are in the claim's evidence."""
     ids = list(dict.fromkeys(t.id for t in trials))
     more = f" and {len(ids) - most} more" if len(ids) > most else ""
     return ", ".join(ids[:most]) + more

@@ -1,4 +1,4 @@
-"""The figures of the step-5 question, in the looks of all others."""
+"""Figures of the step-5 question, in the project's common style."""
 
 import textwrap
 from itertools import pairwise
@@ -18,7 +18,7 @@ DONE = {"forward": 0.25, "backward": 0.5, "optimizer": 0.95, "end": 1.0}  # of a
 
 
 def coordinate(trial: Trial) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds since the first step began, and P as steps done, the backward's nodes counted in."""
+    """Seconds since the first step began, and P as steps done, counting the backward's nodes."""
     began = trial.evidence.began_s or 0.0
     times, steps = [], []
     for sample in trial.evidence.of(0):
@@ -33,7 +33,7 @@ def coordinate(trial: Trial) -> tuple[np.ndarray, np.ndarray]:
 
 
 def console_beside_heartbeat(trial: Trial):
-    """What the console showed and what the heartbeat showed, of one run, against time."""
+    """Plot the step of one run against time: by its console and by its heartbeat."""
     times, steps = coordinate(trial)
     with looks.style():
         fig, (axes,) = looks.panels(1, 3.6)
@@ -50,7 +50,7 @@ def console_beside_heartbeat(trial: Trial):
 
 
 def progress(results: Results, low: float = 0.7, high: float = 1.4):
-    """P against time of the same run under each deadline, with the band predicted before."""
+    """Plot P against time of the same run under each deadline, with the band predicted before."""
     chosen = {n: t for n, t in results.named.items() if n.endswith((" x", " layers"))}
     step_s = results.lab.step_s
     with looks.style():
@@ -59,7 +59,7 @@ def progress(results: Results, low: float = 0.7, high: float = 1.4):
         line = np.array([0.0, longest])
         band = line / (high * step_s), line / (low * step_s)
         axes.fill_between(line, *band, color=GREY, alpha=0.18, lw=0, label="predicted, 1 layer")
-        # One run under several deadlines is one curve: the shorter ones lie on wider lines.
+        # One run under several deadlines is one curve: the shorter ones have wider lines.
         curves = zip(chosen.items(), (RED, ORANGE, GREEN, BLUE, GREY), strict=False)
         for number, ((name, trial), colour) in enumerate(curves):
             times, steps = coordinate(trial)
@@ -81,7 +81,7 @@ def progress(results: Results, low: float = 0.7, high: float = 1.4):
 
 
 def said_and_reached(results: Results):
-    """Where each run was, and where its console put it, one pair a trial."""
+    """Plot the step each run had reached and the step its console reported, one pair a trial."""
     layers = [n for n in results.named if n.endswith(" layers")]
     names = [n for n in ("1 x", *PRINTS, *OBSERVERS, *layers) if n in results.named]
     reached = [results.named[name].reached for name in names]
@@ -102,7 +102,7 @@ def said_and_reached(results: Results):
 
 
 def microseconds(results: Results):
-    """Seconds of a step against its operations: the case study's nine, and the exhibit here."""
+    """Plot seconds of a step over its operations: the case study's nine, and the exhibit here."""
     low, high = BAND_US
     seconds = [t.seconds for t in TIMINGS]
     counts = [t.operations for t in TIMINGS]
@@ -140,7 +140,7 @@ def microseconds(results: Results):
 
 
 def memory_table(layers: int = 5):
-    """Its table as dots, and what the copies add up to as bars."""
+    """Plot the case study's memory table as dots, and the sum of the copies as bars."""
     tokens, at = list(MEMORY_MIB), range(len(MEMORY_MIB))
     found = [held(production(layers), t) for t in tokens]
     parts = {
@@ -174,11 +174,11 @@ def memory_table(layers: int = 5):
 
 PLACES = {name: one.at for name, one in (TREE | LEAVES).items()}
 MIDDLE = {"ha": "center", "va": "center", "fontsize": 8}
-TAKEN = {"loop": "#D55E00", "today": BLUE}  # told apart by colour-blind readers
+TAKEN = {"loop": "#D55E00", "today": BLUE}  # distinguishable by colour-blind readers
 
 
 def decision_tree(decisions: list[Decision]):
-    """The tree with the way that each subject's evidence takes through it."""
+    """Draw the tree with the path of each subject through it."""
     ways = {d.subject: set(pairwise(d.nodes)) for d in decisions}
     colours = {node: TAKEN[one.subject] for one in decisions for node in one.nodes}
     arrows = [

@@ -1,4 +1,4 @@
-"""The tables of the step-5 question."""
+"""Tables of the step-5 question."""
 
 import math
 
@@ -35,13 +35,13 @@ def trials(results: Results) -> pandas.DataFrame:
 
 
 def ledger(results: Results) -> pandas.DataFrame:
-    """The bisection of the old rule's HANG: trial, hypothesis, verdict, what it eliminated."""
+    """Bisection of the old rule's HANG: trial, hypothesis, verdict, what it eliminated."""
     rows = candidates.table(results.bisection.rows)
     return pandas.DataFrame(rows).set_index("number") if rows else pandas.DataFrame()
 
 
 def state(results: Results) -> pandas.DataFrame:
-    """After step 4 and after step 5, side by side."""
+    """State after step 4 and after step 5, side by side."""
     rows = (results.state or {}).get("rows", [])
     table = pandas.DataFrame(rows, columns=["what", "before", "after", "changed", "should"])
     table = table.rename(columns={"before": "after step 4", "after": "after step 5"})
@@ -49,7 +49,7 @@ def state(results: Results) -> pandas.DataFrame:
 
 
 def timings() -> pandas.DataFrame:
-    """The case study's nine, by operation count."""
+    """Timings of the case study's nine steps, by operation count."""
     columns = ["layers", "T", "GPU", "seconds", "operations", "us an operation", "said"]
     rows = [(t.layers, t.tokens, t.gpu, t.seconds, t.operations, round(t.microseconds, 1), t.said)
             for t in TIMINGS]  # fmt: skip
@@ -57,7 +57,7 @@ def timings() -> pandas.DataFrame:
 
 
 def operations(results: Results) -> pandas.DataFrame:
-    """The exhibit's, as counted here: a step's, and each token's in one layer."""
+    """Operations of the exhibit, as counted here: of a step, and of each token in one layer."""
     columns = ["path", "layers", "tokens", "forward", "backward", "operations", "syncs", "nodes",
                "kernels", "seconds", "microseconds"]  # fmt: skip
     table = pandas.DataFrame(results.operations, columns=columns)
@@ -67,7 +67,7 @@ def operations(results: Results) -> pandas.DataFrame:
 
 
 def memory() -> pandas.DataFrame:
-    """Its memory table, MiB, beside what shapes give: 5 layers by T, and 12 at T 2048."""
+    """Memory table of the case study, MiB, and its prediction: 5 layers by T, and 12 at T 2048."""
     rows = []
     for (layers, tokens), mib in PEAKS_MIB.items():
         found, right = (peak_mib(layers, tokens, right_window=right) for right in (False, True))
@@ -77,7 +77,7 @@ def memory() -> pandas.DataFrame:
 
 
 def recorded(results: Results) -> pandas.DataFrame:
-    """What was recorded on this machine beside what shapes give."""
+    """Peaks recorded on this machine, and their prediction from shapes."""
     columns = ["layers", "tokens", "peak_mib", "predicted_mib", "seconds"]
     table = pandas.DataFrame(results.memory, columns=columns)
     table["error"] = table["peak_mib"] / table["predicted_mib"] - 1
@@ -85,12 +85,12 @@ def recorded(results: Results) -> pandas.DataFrame:
 
 
 def page(trial: Trial) -> str:
-    """The trial's page as `nsa explain` prints it, which names no folder of the machine."""
+    """Page of the trial as `nsa explain` prints it, which names no folder of the machine."""
     return explain.page(trial.evidence, trial.verdict, name=trial.id)
 
 
 def console_beside_progress(trial: Trial) -> pandas.DataFrame:
-    """When each step was first seen begun, from outside, and what the console said by then."""
+    """Time at which each step was first seen to begin, and the console's step by then."""
     rows, seen = [], -1
     began = trial.evidence.began_s or 0.0
     for sample in trial.evidence.of(0):

@@ -1,8 +1,8 @@
 """The step-5 question as trials: the same healthy loop under deadlines, prints and observers.
 
 The old rule is the case study's: a run that has not ended at the deadline hangs, at the step of its
-last printed line. Beside it stands the verdict of the evidence, and one trial with a planted lock
-shows what that is of a run that does hang.
+last printed line. It is compared with the verdict from the evidence, and one trial with a planted
+lock shows that verdict for a run that does hang.
 """
 
 import math
@@ -27,11 +27,11 @@ from whyhung.watch.evidence import Evidence, P
 
 SUBJECT = "nsa.experiments.case_study.loop.subject:make"
 MEASURE = "nsa.experiments.case_study.loop.measure:several"
-SLOWS = {"tracing": 2.0, "aux_stats": 1.1, "blocking": 1.5}  # observers, and by how much
+SLOWS = {"tracing": 2.0, "aux_stats": 1.1, "blocking": 1.5}  # observers, and their slowdown
 BASE = {"path": "loop", "layers": 1, "deadline": 1.0}
 BASE |= {"aux_stats": False, "tracing": False, "blocking": False, "prints": (5, 20), "lock_at": 0}
-# Of the bisection; the first value is what nobody would call a hang. Its long deadline has room for
-# observers on a machine that slows down: a trial that ends by itself takes no more of it.
+# For the bisection; the first value is one that never looks like a hang. Its long deadline has room
+# for observers on a machine that slows down: a trial that ends by itself uses no more of it.
 FACTORS = {
     "path": ["masked", "loop"],
     "deadline": [20.0, 1.0],
@@ -39,14 +39,14 @@ FACTORS = {
     "aux_stats": [False, True],
     "prints": [(5, 1), (5, 20)],
 }
-# Of what is varied alone.
+# Factors that are varied alone.
 PRINTS = {"no debug lines": (0, 20), "2 and every 3rd": (2, 3), "every step": (5, 1)}
 OBSERVERS = {
     "aux stats": {"aux_stats": True},
     "tracing": {"tracing": True},
     "launch blocking": {"blocking": True},
 }
-# At the step of the case study's hang, under a deadline that leaves its certificate time.
+# At the step of the case study's hang, under a deadline that leaves time for its certificate.
 PLANTED = {"lock_at": 5, "deadline": FACTORS["deadline"][0]}
 
 
@@ -54,7 +54,7 @@ PLANTED = {"lock_at": 5, "deadline": FACTORS["deadline"][0]}
 class Setup:
     """design, tokens, device, seed and threads of every trial.
 
-    steps: that a trial is to do; allowed: as many of them as the old deadline was long.
+    steps: number of steps of a trial; allowed: length of the old deadline in steps.
     """
 
     design: str = "tiny"
@@ -75,7 +75,7 @@ class Setup:
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
-    """ValueError for values of the notebook's parameters that could not be run."""
+    """Raise ValueError for values of the notebook's parameters that could not be run."""
     Setup(*(values[name] for name in ("design", "tokens", "steps", "allowed")))
     if not values["deadlines"]:
         raise ValueError("deadlines is empty; 1.0,2.0 would do, times the old deadline")
@@ -83,7 +83,7 @@ def check_parameters(values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial of the loop: its cell, what was seen, and what its console said at the end."""
+    """One trial of the loop: its cell, its evidence and verdict, and its console at the end."""
 
     id: str
     cell: dict[str, Any]
@@ -99,22 +99,22 @@ class Trial:
 
     @property
     def moves(self) -> bool:
-        """Whether it was cut in motion, as its evidence has it."""
+        """True if it was cut while moving, according to its evidence."""
         return self.verdict.kind == "SLOW" and "rested_s" not in self.verdict.numbers
 
     @property
     def said(self) -> int | None:
-        """The step of the last printed line."""
+        """Step of the last printed line."""
         return last_step(self.console)
 
     @property
     def old_verdict(self) -> str:
-        """What a timeout and a console make of it."""
+        """Verdict from a timeout and a console."""
         return "PASS" if self.finished else f"HANG at step {self.said}"
 
     @property
     def reached(self) -> int:
-        """The step it was in, from 1."""
+        """Step that it had reached, from 1."""
         return self.last.step + 1
 
     @property
@@ -122,7 +122,7 @@ class Trial:
         return PrintSchedule(*self.cell["prints"])
 
     def expected(self) -> set[int | None]:
-        """Last lines that the print schedule makes of its progress; two while a line may be out."""
+        """Last lines that the schedule allows for its progress; two while a line may be pending."""
         started = self.reached
         ended = started if self.finished or self.last.phase == "end" else started - 1
         lines = {self.schedule.last_line(started, ended)}
@@ -135,9 +135,9 @@ class Trial:
 
 @dataclass
 class Lab:
-    """Runs cells into a ledger, and knows how long a step takes.
+    """Runs cells into a ledger, with deadlines from a measured step time.
 
-    gpus: lent to a trial each. step_s: seconds a step, of a short trial without a deadline.
+    gpus: one is lent to each trial. step_s: seconds a step, in a short trial without a deadline.
     """
 
     ledger: Ledger
@@ -149,21 +149,21 @@ class Lab:
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def calibrate(self, steps: int = 8) -> None:
-        """Measures a step; until then there is no deadline to give."""
+        """Measure the time of a step, which deadlines are multiples of."""
         made = self._run(BASE, steps)
         if not made.finished:
             raise RuntimeError(f"the calibration did not end: {made.verdict.label}")
         self.step_s = pace(made.evidence) or made.evidence.seconds / steps
 
     def run(self, steps: int | None = None, **changes: Any) -> Trial:
-        """The trial of BASE with `changes`; ValueError for a factor that is not known."""
+        """Run a trial of BASE with `changes`. ValueError for an unknown factor."""
         if unknown := sorted(set(changes) - set(BASE)):
             raise ValueError(f"no factor {unknown[0]!r}; there are {', '.join(BASE)}")
         if not self.step_s:
             raise ValueError("nothing is known of a step's time yet; calibrate() first")
         cell = BASE | changes
         steps = steps or self.setup.steps
-        # By operation count, as many as layers; with masks a tenth of that, which is ample.
+        # By operation count, in proportion to layers; with masks a tenth of that, which is ample.
         share = cell["layers"] if cell["path"] == "loop" else 0.1 * cell["layers"]
         return self._run(
             cell,
@@ -174,11 +174,11 @@ class Lab:
         )
 
     def deadline_s(self, factor: float = 1.0) -> float:
-        """The old deadline, times `factor`."""
+        """Old deadline in seconds, times `factor`."""
         return factor * self.setup.allowed * self.step_s
 
     def bisect(self, steps: int) -> Found:
-        """The smallest set of factors behind the old rule's HANG, after a screen of all pairs."""
+        """Smallest set of factors behind the old rule's HANG, after a screen of all pairs."""
 
         def judged(cell: dict[str, Any], attempt: int) -> Tried:
             made = self.run(steps, **cell)
@@ -220,14 +220,14 @@ class Lab:
 
 
 def slowed(cell: dict[str, Any]) -> float:
-    """By how much its observers should slow a cell."""
+    """Factor by which its observers should slow a cell."""
     return math.prod((times for name, times in SLOWS.items() if cell[name]), start=1.0)
 
 
 def pace(evidence: Evidence) -> float | None:
-    """Seconds a step, from the first sample of step 1 on; None where too little was seen.
+    """Seconds a step, since the first sample of step 1; None if too little was seen.
 
-    The first step pays for what is made once, and is left out.
+    The first step includes one-time work, and is left out.
     """
     seen = [(s.t, s.p.step) for s in evidence.of(0) if s.p.step >= 1]
     if not seen or seen[-1][1] == seen[0][1]:
@@ -239,12 +239,12 @@ def pace(evidence: Evidence) -> float | None:
 
 @dataclass
 class Results:
-    """What was found: trials by name, the bisection, and rows of the measurements.
+    """Results: trials by name, the bisection, and rows of the measurements.
 
-    planted: the trial with a lock that nobody can let go; it is none of `trials`.
-    state: of loop.measure.difference; operations: of the loop, of dense masks, and of those at
-    twice the length; memory: of loop.measure.memory; failed: what a measurement ended with instead;
-    attention: of loop.measure.attention, as it was and without its defects.
+    planted: the trial with a lock that is never released; it is none of `trials`. state: of
+    loop.measure.difference; operations: of the loop, of dense masks, and of those at twice the
+    length; memory: of loop.measure.memory; failed: errors of failed measurements; attention: of
+    loop.measure.attention, as it was and without its defects.
     """
 
     lab: Lab
@@ -264,7 +264,7 @@ class Results:
 
     @property
     def spread(self) -> float:
-        """How much a step's time varied over trials of the same program."""
+        """Largest over smallest time of a step, over trials of the same program."""
         alike = {"path": "loop", "layers": 1} | dict.fromkeys(SLOWS, False)
         paces = [pace(t.evidence) for t in self.trials if t.cell == t.cell | alike]
         paces = [p for p in paces if p]
@@ -272,7 +272,7 @@ class Results:
 
 
 def cells(deadlines: list[float], layers: int) -> dict[str, dict[str, Any]]:
-    """What is varied, one thing at a time, by name."""
+    """Cells that differ from BASE in one thing at a time, by name."""
     found: dict[str, dict[str, Any]] = {f"{d:g} x": {"deadline": float(d)} for d in deadlines}
     found |= {f"{layers} layers": {"layers": layers}}
     found |= {name: {"prints": prints} for name, prints in PRINTS.items()}
@@ -291,10 +291,10 @@ def investigate(
     folder: str | Path,
     deadline_s: float,
 ) -> Results:
-    """Calibrates, then runs all of it, `workers` processes at a time.
+    """Calibrate, then run everything, `workers` processes at a time.
 
-    memory: settings of loop.measure.memory, one for each cell. Where there are `lab.gpus`, as
-    many as those: trials that share a GPU are not trusted.
+    memory: settings of loop.measure.memory, one for each cell. With `lab.gpus`, trials run one a
+    GPU instead, since trials that share a GPU are not trusted.
     """
     lab.calibrate()
     setup, changes = lab.setup, {"layers": BASE["layers"]}
@@ -333,7 +333,7 @@ def investigate(
     longest_first = sorted(named, key=lambda name: -named[name].get("deadline", 1.0))
     jobs = [bisected, *(partial(rows, name) for name in measured), partial(lab.run, **PLANTED)]
     jobs += [partial(lab.run, **named[name]) for name in longest_first]
-    # The bisection is one trial after another, so one worker more: a GPU waits for none of it.
+    # The bisection runs one trial after another; with one more worker no GPU waits for it.
     at_once = len(lab.gpus.names) + 1 if lab.gpus.names else workers
     ended = sweep.each(lambda gpu, job: job(), jobs, workers=at_once)
     found, operations, state, attention, held, planted, *ran = ended
