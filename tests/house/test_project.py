@@ -1,5 +1,6 @@
 """The project's own files agree with one another, and tell nothing of where they were made."""
 
+import ast
 import os
 import re
 import tomllib
@@ -134,6 +135,18 @@ def test_headlines_of_the_log_are_short():
     lines = (ROOT / "docs" / "log.md").read_text().splitlines()
     headlines = [line.partition(" · ")[2] for line in lines if line.startswith("## 20")]
     assert headlines and [line for line in headlines if not 0 < len(line) <= 90] == []
+
+
+@pytest.mark.processes
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    wrong = []
+    for name, path in tracked("nsa/**/*.py", "whyhung/**/*.py").items():
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                if re.match("(What|Of|Whether|Those|Who|Where|As|That|Which)\\b", first):
+                    wrong.append(f"{name}: {first}")
+    assert wrong == []
 
 
 def test_ci_runs_what_the_readme_tells_in_its_order():
