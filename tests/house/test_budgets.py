@@ -14,18 +14,18 @@ from test_imports import dotted_name, imports_of, plant
 # Lines of Python, blank ones and comments included: (may have today, shall have).
 LINES = {
     "nsa/reference": (540, 550),
-    "nsa/kernels": (7748, 6550),
-    "nsa/attention": (4078, 3000),
-    "nsa/model": (4179, 3600),
+    "nsa/kernels": (7747, 6550),
+    "nsa/attention": (4077, 3000),
+    "nsa/model": (4176, 3600),
     "nsa/hf": (1227, 1230),
     "nsa/recipes": (328, 330),
-    "nsa/lab": (12774, 6500),
-    "nsa/workbook": (6543, 4700),
-    "nsa/experiments": (19534, 9500),
-    "nsa/cli": (1848, 1150),
-    "nsa": (59143, 40500),
-    "whyhung": (12447, 8500),
-    "tests": (62398, 34000),
+    "nsa/lab": (12769, 6500),
+    "nsa/workbook": (6542, 4700),
+    "nsa/experiments": (19532, 9500),
+    "nsa/cli": (1847, 1150),
+    "nsa": (59129, 40500),
+    "whyhung": (12475, 8500),
+    "tests": (62410, 34000),
 }
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
 LONGEST = 400  # lines of a file
@@ -45,9 +45,7 @@ LONG_TESTS = {
 }
 THIN, THIN_FILES = 40, 32  # files with fewer lines, `__init__` aside, and how many there may be
 # Files that import each other, inside functions too; each is to be opened.
-CIRCLES = [
-    {"whyhung.watch.counting", "whyhung.watch.progress", "whyhung.watch.steps"},
-]
+CIRCLES: list[set[str]] = []
 
 
 def lines_of(file: Path) -> int:

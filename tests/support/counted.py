@@ -1,6 +1,6 @@
 """What a test reads from a Progress, and counts beside it."""
 
-from whyhung.watch.progress import read
+from whyhung.watch.layout import read
 
 
 def nodes_of(loss):

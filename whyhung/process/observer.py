@@ -19,7 +19,7 @@ from whyhung.process.told import Told
 from whyhung.verdict import Verdict, judge
 from whyhung.verdict.activity import LOOKS, MUCH, TICK_S
 from whyhung.verdict.rests import WAIT_S
-from whyhung.watch import devices, kernel, looks, progress
+from whyhung.watch import devices, kernel, layout, looks
 from whyhung.watch.evidence import (
     OUTSIDE,
     Evidence,
@@ -114,7 +114,7 @@ class Observer:
             self._next_family = self.t + FAMILY_S
         live: dict[int, Counted] = {}
         for rank, counted in given.items():
-            cells = progress.cells_of(counted.file) if counted.file else None
+            cells = layout.cells_of(counted.file) if counted.file else None
             seen = procfs.process(counted.pid) if counted.pid else None
             if rank in self._moved and (seen is None or not seen.lives):
                 self._dead[rank] = Process(counted.pid, of=rank, rank=rank, state="X")
@@ -124,7 +124,7 @@ class Observer:
                 live[rank] = counted
                 self._dead.pop(rank, None)
             self.pids[counted.pid] = seen.started
-            p, beats = (progress.coordinate(cells), cells[progress.BEATS]) if cells else (P(), 0)
+            p, beats = (layout.coordinate(cells), cells[layout.BEATS]) if cells else (P(), 0)
             mine = [process for process in self._family if process.of == rank]
             family = sum(x.cpu_s for x in mine), sum(x.io_bytes for x in mine)
             what = (beats, seen.cpu_s, seen.state, seen.wchan, seen.rss_mib, self._percent())
@@ -246,7 +246,7 @@ class Observer:
         return not seen or not seen[-1] or seen[-1] > seen[0]
 
     def _note_beginning(self, cells: tuple[int, ...]) -> None:
-        began_ns = cells[progress.BEGAN_NS]
+        began_ns = cells[layout.BEGAN_NS]
         if began_ns and self.evidence.began_s is None:
             self.evidence.began_s = max(0.0, began_ns / 1e9 - self._start)
 
@@ -267,7 +267,7 @@ class Observer:
             if not self._looks:  # once in a rest
                 _answer(counted.file, "memory").with_suffix(".pickle").unlink(missing_ok=True)
             with contextlib.suppress(OSError, ValueError):
-                progress.ask(counted.file)
+                layout.ask(counted.file)
                 answers.append(_answer(counted.file, SAID[-1]))
         return answers
 

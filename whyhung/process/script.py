@@ -142,7 +142,7 @@ def _counted_steps(
     """Follow the steps of `progress`, which the script's first optimizer counts."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from whyhung.watch.progress import BEGAN_NS, STEP
+    from whyhung.watch.layout import BEGAN_NS, STEP
 
     progress.attach(steps=True)
     # The clock runs from the first line, though no step may ever come.

@@ -19,7 +19,7 @@ from typing import Any
 from whyhung.process import child, script
 from whyhung.process.observer import Counted, Observer
 from whyhung.process.trial import Outcome
-from whyhung.watch import progress
+from whyhung.watch import layout
 from whyhung.watch.evidence import End, Evidence, Sample
 
 START_S = 300.0  # for importing, building and the first batch together
@@ -54,8 +54,8 @@ class Supervisor(Observer):
         self._soft_done = False
 
     def _counted(self) -> dict[int, Counted]:
-        read = {rank: (progress.cells_of(file), file) for rank, file in self._files.items()}
-        return {r: Counted(cells[progress.PID], file) for r, (cells, file) in read.items() if cells}
+        read = {rank: (layout.cells_of(file), file) for rank, file in self._files.items()}
+        return {r: Counted(cells[layout.PID], file) for r, (cells, file) in read.items() if cells}
 
     def __call__(self, pid: int) -> str:
         """Return an empty string to go on, else the reason to end the trial."""
@@ -81,13 +81,13 @@ class Supervisor(Observer):
         """Record each rank's final progress and answers; call when all processes have ended."""
         self._collect()
         for rank, counted in self._counted().items():
-            cells = progress.cells_of(counted.file)
+            cells = layout.cells_of(counted.file)
             if cells is not None:
                 self._note_beginning(cells)
-                p, seen = progress.coordinate(cells), self.evidence.of(rank)
+                p, seen = layout.coordinate(cells), self.evidence.of(rank)
                 if not seen or p != seen[-1].p:
                     cpu_s = seen[-1].cpu_s if seen else 0.0
-                    last = Sample(self.t, rank, p, cells[progress.BEATS], cpu_s)
+                    last = Sample(self.t, rank, p, cells[layout.BEATS], cpu_s)
                     self.evidence.samples.append(last)
         moved = any(s.p != self.evidence.last(s.rank) for s in self.evidence.samples[-1:])
         for report in self.evidence.reports:

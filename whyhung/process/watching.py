@@ -31,7 +31,7 @@ from whyhung.process.observer import Observer
 from whyhung.process.reports import Reports
 from whyhung.verdict import judge
 from whyhung.verdict.standing import cut_short, standing
-from whyhung.watch import devices, inside, progress
+from whyhung.watch import devices, inside, layout
 from whyhung.watch.evidence import End, Evidence
 
 ACTIONS = "report", "kill"
@@ -328,10 +328,8 @@ class _Watcher:
 
     def _moved(self) -> bool:
         """Return True if any rank has advanced since its last sample."""
-        read = {
-            rank: progress.cells_of(one.file) for rank, one in self.members().items() if one.file
-        }
-        known = {rank: progress.coordinate(cells) for rank, cells in read.items() if cells}
+        read = {rank: layout.cells_of(one.file) for rank, one in self.members().items() if one.file}
+        known = {rank: layout.coordinate(cells) for rank, cells in read.items() if cells}
         return any(p != self.evidence.last(rank) for rank, p in known.items())
 
     def _by_user(self, code: int) -> str:

@@ -1,5 +1,6 @@
 """Progress of a training, counted where other processes can read it while it is stuck."""
 
-from whyhung.watch.progress import Progress, Unheard, event, read
+from whyhung.watch.layout import read
+from whyhung.watch.progress import Progress, Unheard, event
 
 __all__ = ["Progress", "Unheard", "event", "read"]

@@ -12,14 +12,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from whyhung.watch.evidence import PHASES
-from whyhung.watch.progress import FIRED, MODULES, PHASE, TOTAL, Progress
+from whyhung.watch.layout import FIRED, MODULES, PHASE, TOTAL
+
+if TYPE_CHECKING:
+    from whyhung.watch.progress import Progress
 
 MOST_EVENTS = 4096  # under way on a device
 MOST_HOOKS = 256  # of one backward: each costs 5 us, and a finer count adds no information

@@ -1,6 +1,6 @@
 """Data that only the stuck process itself can read: its Flight Recorder, and its device's memory.
 
-Written by a thread of the process on a supervisor's request (whyhung.watch.progress.ask), since the
+Written by a thread of the process on a supervisor's request (whyhung.watch.layout.ask), since the
 main thread may be inside a collective forever. Dumps that torch wrote are read by `loads`.
 """
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from whyhung.process import child, family, procfs
-from whyhung.watch import flight_recorder, progress
+from whyhung.watch import flight_recorder, layout, progress
 from whyhung.watch.evidence import PHASES
 from whyhung.watch.progress import Progress
 
@@ -79,9 +79,9 @@ def ranks(folder: Path, lives: Callable[[int], bool] = lambda _: True) -> dict[i
         return {who["rank"]: who for who in told}
 
     def order(who: dict[str, Any]) -> tuple[Any, ...]:
-        cells = progress.cells_of(folder / f"progress-{who['pid']}.bin")
-        began = cells[progress.BEGAN_NS] if cells else 0
-        return (not began, began, not (cells and cells[progress.MODULES]), who["started"])
+        cells = layout.cells_of(folder / f"progress-{who['pid']}.bin")
+        began = cells[layout.BEGAN_NS] if cells else 0
+        return (not began, began, not (cells and cells[layout.MODULES]), who["started"])
 
     return {0: min(living or every, key=order)} if every else {}
 
@@ -138,7 +138,7 @@ def _of_multiprocessing() -> bool:
 
 def _above_has_begun() -> bool:
     files = [_This.folder / f"progress-{pid}.bin" for pid, *_ in _above()]
-    return any(cells[progress.STEP] >= 0 for file in files if (cells := progress.cells_of(file)))
+    return any(cells[layout.STEP] >= 0 for file in files if (cells := layout.cells_of(file)))
 
 
 def _count() -> None:
@@ -149,7 +149,7 @@ def _count() -> None:
     chain = [*_above(), [str(os.getpid()), *place]]
     os.environ[ABOVE] = " ".join(":".join(entry) for entry in chain)
     _say()
-    ending = repeat(progress.PHASE), repeat(PHASES.index("end"))
+    ending = repeat(layout.PHASE), repeat(PHASES.index("end"))
     atexit.register(next, map(operator.setitem, _This.progress.its_cells, *ending), None)
 
 

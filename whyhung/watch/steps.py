@@ -8,13 +8,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from whyhung.watch.counting import Undo, in_place_of, raise_on
 from whyhung.watch.evidence import PHASES
-from whyhung.watch.progress import BEGAN_NS, MAIN_THREAD, MODULES, PHASE, STEP, Progress
+from whyhung.watch.layout import BEGAN_NS, MAIN_THREAD, MODULES, PHASE, STEP
+
+if TYPE_CHECKING:
+    from whyhung.watch.progress import Progress
 
 OTHERS = 64  # steps of other optimizers without one of the first, after which it is replaced
 MODULE_S, BACKWARD_S = 5e-6, 400e-6  # approximate cost of counting one, in a step of 20 ms

@@ -15,7 +15,7 @@ from stranger import Training
 from torch import nn
 
 from whyhung.process import child
-from whyhung.watch import flight_recorder, inside, progress, steps
+from whyhung.watch import flight_recorder, inside, layout, steps
 
 SCRIPT = str(Path(SUPPORT, "watched_script.py"))
 pytestmark = pytest.mark.processes
@@ -38,7 +38,7 @@ def watched(folder, *command, plain=False, **environment):
 
 
 def p(run, who):
-    return progress.read(run.folder / f"progress-{who['pid']}.bin")[0]
+    return layout.read(run.folder / f"progress-{who['pid']}.bin")[0]
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +213,8 @@ def test_a_stuck_process_answers_for_its_locks_and_collectives(tmp_path):
             while (
                 not (waits and answers[1].is_file()) and time.monotonic() < end
             ):  # it may not have come so far
-                if progress.cells_of(counts):
-                    progress.ask(counts)
+                if layout.cells_of(counts):
+                    layout.ask(counts)
                 time.sleep(0.2)
                 waits = (child.read(answers[0]) or {}).get("waits", [])
         finally:
@@ -237,7 +237,7 @@ def counted(tmp_path):
 
 
 def here(counted):
-    return progress.read(counted.file)[0]
+    return layout.read(counted.file)[0]
 
 
 def test_the_first_step_begins_with_the_first_backward(counted):

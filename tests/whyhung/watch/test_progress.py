@@ -16,9 +16,9 @@ from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
 from nsa.model.train import TrainConfig, Trainer
 from whyhung.verdict.pace import backward_eta_s
-from whyhung.watch import Progress, Unheard, counting, event, progress
+from whyhung.watch import Progress, Unheard, counting, event, layout, progress
 from whyhung.watch.evidence import P, Sample
-from whyhung.watch.progress import cells_of, read
+from whyhung.watch.layout import cells_of, read
 
 
 def test_a_strangers_step_is_counted_though_it_knows_of_nobody(counters):
@@ -147,7 +147,7 @@ def test_a_forked_child_does_not_move_its_parent(counters):
     if pid == 0:
         counters.step(9)
         Stranger()(torch.ones(1, 16))
-        os._exit(0 if counters.cells[progress.STEP] == 9 else 1)
+        os._exit(0 if counters.cells[layout.STEP] == 9 else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert (here(counters).step, here(counters).modules) == (3, 0)
 
@@ -177,7 +177,7 @@ def test_closing_takes_every_hook_away(tmp_path):
 def test_what_cannot_be_read_is_the_beginning(tmp_path):
     assert read(tmp_path / "nothing") == (P(), 0)
     (tmp_path / "short").write_bytes(b"1234567")
-    (tmp_path / "other").write_bytes(b"\1" * 8 * progress.CELLS)
+    (tmp_path / "other").write_bytes(b"\1" * 8 * layout.CELLS)
     assert cells_of(tmp_path / "short") is None and cells_of(tmp_path / "other") is None
 
 

@@ -13,7 +13,7 @@ from places import SUPPORT
 from processes import environment_with_package
 from signalled import CAUGHT, CELLS, HANDLED, PID, RAISED, READY, SIGNALS, STOP
 
-from whyhung.watch import inside, progress
+from whyhung.watch import inside, layout
 
 WITHIN_S = 60.0  # a handler runs, at any load
 pytestmark = pytest.mark.processes
@@ -72,13 +72,13 @@ def sent(folder, kind, count, *, watched=True, python=sys.executable, seed=0):
         finally:
             process.kill()
     text, errors = told.read_text(), [one.read_text() for one in folder.glob("error-*.txt")]
-    counted = [progress.cells_of(one) for one in folder.glob("progress-*.bin")]
+    counted = [layout.cells_of(one) for one in folder.glob("progress-*.bin")]
     return SimpleNamespace(
         sent=number,
         lost=lost,
         ignored=text.count("Exception ignored"),
         well=process.returncode == 0 and text.endswith("stopped\n") and not errors,
-        steps=max((cells[progress.STEP] for cells in counted), default=None),
+        steps=max((cells[layout.STEP] for cells in counted), default=None),
     )
 
 
