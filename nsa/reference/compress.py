@@ -33,7 +33,7 @@ class PhiWeights:
 
 @dataclass(frozen=True)
 class Phi:
-    """How the compressed branch makes its keys and values.
+    """Keys and values of the compressed branch.
 
     `rotary` is a (cos, sin) pair of tables [T, D/2]: when given, compressed key i is rotated at
     position i d after phi; otherwise keys come rotated, or not at all, from the caller.

@@ -20,6 +20,7 @@ from papermill.log import logger
 
 from nsa.workbook.files import write_notebook
 from nsa.workbook.kernel import kernel_manager
+from nsa.workbook.signals import signals_handled
 from whyhung.process import family
 
 
@@ -252,9 +253,6 @@ class TruthfulEngine(Engine):
                 cwd=options.get("kernel_cwd"),
                 kernel_log=options.get("kernel_log"),
             )
-
-            # papermill loads this module wherever it is imported, so that it must be light
-            from nsa.workbook.record import signals_handled
 
             def stop(number, _frame):
                 client.stop(SIGNALS[number])

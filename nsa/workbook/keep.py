@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nsa.lab.search.ledger import Ledger
 from nsa.workbook import environment, identity, metrics
-from nsa.workbook.files import lighten, read_json, write_atomically, write_json
+from nsa.workbook.files import lighten, read_json, write_atomically, write_json, write_notebook
 from nsa.workbook.record import load
 from whyhung.verdict import judge
 from whyhung.verdict.explain import page
@@ -42,12 +42,14 @@ def keep(folder: str | Path) -> list[str]:
         )
     check_source(folder)
     told = trials(folder)
-    if (notebook := folder / "notebook.ipynb").is_file():
-        lighten(notebook)
     if lost := lost_ids(folder):
         raise ValueError(f"{folder.name} names {len(lost)} trials that are gone: {lost[:LOST]}")
     if (size := _size(folder)) > MOST:
         raise ValueError(f"its trials take {size / KIB:.0f} KiB; {MOST // KIB} are the most")
+    if (notebook := folder / "notebook.ipynb").is_file():
+        import nbformat
+
+        write_notebook(notebook, lighten(nbformat.read(notebook, as_version=4)))
     files = [path for path in folder.iterdir() if path.name not in NOT_KEPT and path.name[0] != "."]
     names = [path.relative_to(folder).as_posix() for path in (*files, *_kept(folder))]
     command = ["git", "-C", str(folder), "add", "--force", "--", *sorted(names)]

@@ -4,10 +4,8 @@ import contextlib
 import hashlib
 import os
 import platform
-import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -144,30 +142,3 @@ def load(folder: Path) -> dict:
     """Read the record; empty if there is none, or it is not readable."""
     found = read_json(Path(folder) / "record.json", {})
     return found if isinstance(found, dict) else {}
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM at a time when the engine itself does not handle it."""
-
-
-def termination_is_an_exception():
-    """Context in which SIGTERM raises Terminated; without effect outside the main thread."""
-
-    def raise_it(_number, _frame):
-        raise Terminated
-
-    return signals_handled({signal.SIGTERM: raise_it})
-
-
-@contextlib.contextmanager
-def signals_handled(handlers: dict[int, Callable]):
-    """Install these handlers, in the main thread, and restore the old ones at the end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -68,8 +68,7 @@ def execute(path: Path) -> None:
         client.execute(env=family.environment({**os.environ, "NSA_HEADLESS": "1"}, cookie))
     finally:
         family.end_family(cookie)
-    write_notebook(path, notebook)
-    lighten(path)
+    write_notebook(path, lighten(notebook))
 
 
 def main(arguments: list[str] | None = None) -> int:

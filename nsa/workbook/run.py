@@ -15,7 +15,8 @@ from nsa.workbook import environment, identity, keep, parameters, report, store
 from nsa.workbook.claim import VERDICTS
 from nsa.workbook.files import write_notebook
 from nsa.workbook.opening import Planned, open_folder
-from nsa.workbook.record import Terminated, load, termination_is_an_exception
+from nsa.workbook.record import load
+from nsa.workbook.signals import Terminated, termination_is_an_exception
 
 CUT = ("interrupted", "terminated")  # from outside, and to be run again
 

@@ -144,7 +144,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
                 first = (ast.get_docstring(node) or "").partition("\n")[0]
-                if re.match("(What|Of|Whether|Those|Who|Where|As|That|Which)\\b", first):
+                if re.match("(What|Of|Whether|Those|Who|Where|As|That|Which|How)\\b", first):
                     wrong.append(f"{name}: {first}")
     assert wrong == []
 

@@ -17,8 +17,8 @@ FEWER = 10.0  # ratio of operations above which they explain a step's time
 SAME = 1e-6  # relative to the largest output: tolerance for rounding of the same attention in fp64
 ALERT_GIB, LIMIT_GIB = 60.0, 65.0  # from the case study; it writes GB, its allocator MiB
 LAYERS, TOKENS = 12, 2048  # its production model, the subject of GO or NO-GO
-_told = yaml.safe_load(Path(__file__).with_name("decision.yaml").read_text(encoding="utf-8"))
-SENTENCES = _told["sentences"]  # (notebook, beginning), by name
+TOLD = yaml.safe_load(Path(__file__).with_name("decision.yaml").read_text(encoding="utf-8"))
+SENTENCES = TOLD["sentences"]  # (notebook, beginning), by name
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,6 @@ and rows of stored runs and names them; the same runs give the same answers.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import yaml
 
 from nsa.experiments.case_study import answers
 from nsa.experiments.case_study.answers import Answer, all_hold
@@ -52,10 +49,10 @@ class Leaf:
     then: str = ""
 
 
-_told = yaml.safe_load(Path(__file__).with_name("decision.yaml").read_text(encoding="utf-8"))
-LOOP, SIZED = _told["commands"]["loop"], _told["commands"]["sized"]  # commands for the evidence
-TREE = {name: Question(**one) for name, one in _told["tree"].items()}
-LEAVES = {name: Leaf(**one) for name, one in _told["leaves"].items()}
+# Commands for the evidence.
+LOOP, SIZED = (answers.TOLD["commands"][name] for name in ("loop", "sized"))
+TREE = {name: Question(**one) for name, one in answers.TOLD["tree"].items()}
+LEAVES = {name: Leaf(**one) for name, one in answers.TOLD["leaves"].items()}
 
 
 def evidence(live: Run | None = None) -> Stored:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.workbook import environment, opening
 from nsa.workbook.files import read_json, write_json
-from nsa.workbook.record import STATUS_OF, Record, Terminated, termination_is_an_exception
+from nsa.workbook.record import STATUS_OF, Record
+from nsa.workbook.signals import Terminated, termination_is_an_exception
 from whyhung.process.family import PARENT, die_with_parent
 from whyhung.process.launch import Failure, accounted, first_failure, logged, one_line
 

@@ -23,7 +23,7 @@ from nsa.workbook.batch.place import (
 from nsa.workbook.batch.show import line
 from nsa.workbook.batch.state import Batch
 from nsa.workbook.files import write_json
-from nsa.workbook.record import signals_handled
+from nsa.workbook.signals import signals_handled
 
 FREE = 64 * 2**20  # bytes that a disk must have left for one more run
 POLL_S = 0.2

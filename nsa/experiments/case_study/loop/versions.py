@@ -106,7 +106,7 @@ def _apart(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _more(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """How many more times `other` dispatched each operation, where they differ."""
+    """Extra dispatches of each operation by `other`, where the two differ."""
     apart = {name: other.get(name, 0) - one.get(name, 0) for name in sorted(one | other)}
     return {name: n for name, n in apart.items() if n}
 
