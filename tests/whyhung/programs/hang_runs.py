@@ -123,4 +123,6 @@ class Run:
                         os.kill(pid, signal.SIGKILL)
             self.process.poll()
             time.sleep(0.5)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)  # a zombie belongs to no family, but is ours to collect
         shutil.rmtree(self.place, ignore_errors=True)
