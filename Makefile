@@ -58,7 +58,7 @@ $(READY): pyproject.toml setup.py constraints.txt
 		| $(PYTHON) -uc 'import sys; [print(*line.split()[1:2], end=" ", flush=True) if line[0] == "C" \
 			else print("\nall found; they are unpacked now, of which pip says nothing for a minute or two") \
 			for line in sys.stdin if line.startswith(("Collecting ", "Installing collected "))]'
-	@install -D -m 644 nsa/workbook/jupyter/nsa.json $(VENV)/etc/jupyter/jupyter_server_config.d/nsa.json
+	@install -D -m 644 workbook/runs/jupyter/nsa.json $(VENV)/etc/jupyter/jupyter_server_config.d/nsa.json
 	@touch $@
 
 run: $(READY)
@@ -101,7 +101,7 @@ test-clients: $(READY)
 		einops spmd_types tensorboard torch_checkpointing torchdata tyro
 # It asks for an older datasets than the notebooks do.
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps torchtitan
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "" tests/hf tests/recipes
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "" tests/nsa/hf tests/nsa/recipes
 
 test-environment: $(READY)
 	@$(BIN)/python tests/support/green.py --record
@@ -112,10 +112,10 @@ lab: $(READY)
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python -m nsa.workbook.refresh --check $(NOTEBOOKS)
+	@$(BIN)/python -m workbook.runs.refresh --check $(NOTEBOOKS)
 
 refresh: $(READY)
-	@$(BIN)/python -m nsa.workbook.refresh $(NOTEBOOKS)
+	@$(BIN)/python -m workbook.runs.refresh $(NOTEBOOKS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info

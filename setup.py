@@ -1,4 +1,4 @@
-"""Packages, nsa/autoload under a second name too, and the notebooks, in the wheel as nsa/notebooks.
+"""Packages, nsa/autoload under a second name too, and the notebooks, as workbook/notebooks.
 
 All else stands in pyproject.toml.
 """
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
+
+NAMES = "nsa", "whyhung", "workbook"
 
 
 class WithNotebooks(build_py):
@@ -19,14 +21,17 @@ class WithNotebooks(build_py):
 
     def notebooks(self) -> dict[str, str]:
         found = [*Path("notebooks").glob("*.ipynb"), *Path("notebooks/params").glob("*.yaml")]
-        return {str(file): str(Path(self.build_lib, "nsa", file)) for file in sorted(found)}
+        return {str(file): str(Path(self.build_lib, "workbook", file)) for file in sorted(found)}
 
     def get_outputs(self, include_bytecode=1):
         return [*super().get_outputs(include_bytecode), *self.notebooks().values()]
 
 
 setup(
-    packages=[*find_packages(include=["nsa", "nsa.*", "whyhung", "whyhung.*"]), "nsa_autoload"],
+    packages=[
+        *find_packages(include=[f"{name}{end}" for name in NAMES for end in ("", ".*")]),
+        "nsa_autoload",
+    ],
     package_dir={"nsa_autoload": "nsa/autoload"},
     cmdclass={"build_py": WithNotebooks},
 )

@@ -1,8 +1,6 @@
-"""Entry point of `python -m nsa`, the same as `nsa`."""
+"""Entry point of `python -m nsa`, the same as the command `nsa`, which is the workbook's."""
 
-import sys
-
-from nsa.cli.main import main
+import runpy
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runpy.run_module("workbook", run_name="__main__", alter_sys=True)

@@ -100,7 +100,7 @@ def poisoned_memory(monkeypatch):
 @pytest.fixture(scope="module")
 def nothing_before():
     """What earlier modules left in memory is not there for a module that records what is held."""
-    from nsa.lab.measure import attribution, recorders
+    from workbook.lab.measure import attribution, recorders
 
     every = recorders.live_tensors
     gc.collect()

@@ -57,7 +57,7 @@ def nsa_attention(
         strict: raise at the first non-finite branch output, gate or sum, and check `blocks`. Costs
             a device sync for each and, once per new GPU model, a comparison of kernels that were
             never run there with others. Otherwise such outputs are counted by the witness with
-            one warning. `nsa.lab.oracles.reference.check_call` recomputes small calls in
+            one warning. `workbook.lab.oracles.reference.check_call` recomputes small calls in
             fp64.
 
     Raises:

@@ -1,7 +1,7 @@
 """Measured speed of backends by shape, used by `auto`: a table shipped beside this module.
 
 measured.json holds medians of whole calls by every backend, one process per run; each row has the
-name of its run. `nsa.experiments.comparison.record` writes it. Nothing is measured here, and the
+name of its run. `workbook.rooms.comparison.record` writes it. Nothing is measured here, and the
 table is read once per process.
 """
 

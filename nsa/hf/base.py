@@ -31,7 +31,7 @@ IGNORED |= {"token_type_ids", "shift_labels", "tokenizer", "assistant_tokenizer"
 OLD_NAMES = {rf"\.{re.escape(old)}\.": f".{new}." for old, new in SINCE.items()}
 OLD_NAMES |= {r"^model\.head\.": "lm_head."}
 _HAS_NOT = {
-    "output_attentions": "there is no T x T matrix; nsa.lab.observers tells of selections",
+    "output_attentions": "there is no T x T matrix; workbook.lab.observers tells of selections",
     "output_router_logits": "there are no experts",
     "head_mask": "no head can be left out",
 }

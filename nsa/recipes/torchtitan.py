@@ -25,8 +25,8 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.protocols import BaseModel, ModelSpec, StateDictAdapter
 from torchtitan.trainer import Trainer
 
-from nsa.lab.measure.limits import step_flops
 from nsa.model.config import ModelConfig
+from nsa.model.flops import step_flops
 from nsa.model.llama import Block, LanguageModel
 from nsa.model.presets import preset
 

@@ -19,10 +19,10 @@ import pytest
 from claim_calls import claims_of
 from places import UNKNOWN, committed_runs, in_git
 
-from nsa.experiments.selfcheck.judged import LATE, NOTHING
-from nsa.experiments.soak.trials import Soak
-from nsa.workbook import metrics
-from nsa.workbook.claim import Claim
+from workbook.rooms.selfcheck.judged import LATE, NOTHING
+from workbook.rooms.soak.trials import Soak
+from workbook.runs import metrics
+from workbook.runs.claim import Claim
 
 if not in_git():
     pytest.skip(UNKNOWN, allow_module_level=True)

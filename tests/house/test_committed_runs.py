@@ -5,8 +5,8 @@ import re
 import pytest
 from places import ROOT, UNKNOWN, committed_runs, in_git, tracked
 
-from nsa.workbook import keep
-from nsa.workbook.record import load
+from workbook.runs import keep
+from workbook.runs.record import load
 
 pytestmark = [
     pytest.mark.processes,  # git's, which names the files
@@ -41,6 +41,7 @@ NAMED_IN = (
     "README.md",
     "docs/*.md",
     "nsa/**/*.*",
+    "workbook/**/*.*",
     "whyhung/**/*.*",
     "notebooks/**/*.*",
     "figures/*.svg",

@@ -9,21 +9,22 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from places import PACKAGE, ROOT
+from places import ROOT
 from processes import printed_by
 
 # A layer may import itself and lower floors. reference and kernels share a floor and stay apart.
 FLOORS = (
-    "spelling config blocks reference,kernels attention model lab,hf "
-    "recipes,workbook experiments cli __main__,autoload"
+    "spelling config blocks reference,kernels attention model hf recipes,autoload "
+    "lab runs rooms cli __main__"
 )
 FLOOR = {layer: number for number, floor in enumerate(FLOORS.split()) for layer in floor.split(",")}
-DATA = "nsa.experiments.case_study.figures"
-OURS = ("nsa", "whyhung", "")
+DATA = "workbook.rooms.case_study.figures"
+OURS = ("nsa", "whyhung", "workbook", "")
 BASE = {"torch", "numpy", "jaxtyping", "typing_extensions"}  # what `pip install nsa` brings
 # What must load with BASE alone. kernels import triton on top, so nobody here imports those on top.
-INSIDE = ("config", "blocks", "reference", "attention", "model", "cli")
-LIGHT = ("nsa", *(f"nsa.{name}" for name in INSIDE))
+INSIDE = ("config", "blocks", "reference", "attention", "model")
+LIGHT = ("nsa", *(f"nsa.{name}" for name in INSIDE), "workbook.cli")
+PACKAGES = "nsa", "workbook"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def imports_in(source: str) -> list[tuple[int, str, int, bool, bool]]:
 
 
 def layer_of(dotted: str) -> str:
-    """nsa.model.data -> model; nsa itself, which imports nobody, -> ''."""
+    """nsa.model.data -> model, workbook.lab -> lab; nsa itself, which imports nobody, -> ''."""
     return next(iter(dotted.split(".")[1:]), "")
 
 
@@ -79,37 +80,43 @@ def dotted_name(package: Path, file: Path) -> str:
 
 
 def may_enter(name: str, target: str) -> bool:
-    """A room of experiments may import itself and the case study's figures, which are data."""
+    """A room may import itself and the case study's figures, which are data."""
     rooms = [dotted.split(".")[2:3] for dotted in (name, target)]
-    inside = all(layer_of(dotted) == "experiments" for dotted in (name, target))
+    inside = all(layer_of(dotted) == "rooms" for dotted in (name, target))
     return not inside or rooms[0] == rooms[1] or target.startswith(DATA)
 
 
-def wrong_arrows(package: Path) -> list[str]:
+def files_in(root: Path) -> dict[str, Path]:
+    """Modules of both packages by their dotted names."""
+    files = (file for name in PACKAGES for file in sorted((root / name).rglob("*.py")))
+    return {dotted_name(root / file.relative_to(root).parts[0], file): file for file in files}
+
+
+def wrong_arrows(root: Path) -> list[str]:
     wrong = []
-    for file in sorted(package.rglob("*.py")):
-        layer = layer_of(dotted_name(package, file))
+    for name, file in files_in(root).items():
+        layer = layer_of(name)
         for found in imports_of(file):
             target = layer_of(found.target)
-            ours = found.target.split(".")[0] == "nsa" and target not in ("", "__version__")
+            ours = found.target.split(".")[0] in PACKAGES and target not in ("", "__version__")
             if found.level:
                 wrong.append(f"{found}: relative; write it in full")
             elif ours and not layer:
-                wrong.append(f"{found}: nsa/__init__.py finds its names when they are used")
+                wrong.append(f"{found}: {file.parent.name}/__init__.py finds its names when used")
             elif ours and layer not in FLOOR:
                 wrong.append(f"{found}: layer {layer!r} has no floor in {Path(__file__).name}")
             elif ours and target not in FLOOR:
                 wrong.append(f"{found}: import {target} from the module it lives in")
             elif ours and target != layer and FLOOR[target] >= FLOOR[layer]:
                 wrong.append(f"{found}: {layer} must not know {target}")
-            elif ours and not may_enter(dotted_name(package, file), found.target):
-                wrong.append(f"{found}: rooms of experiments do not import each other")
+            elif ours and not may_enter(name, found.target):
+                wrong.append(f"{found}: rooms do not import each other")
     return wrong
 
 
-def modules_loaded_by(package: Path, roots: tuple[str, ...]) -> dict[str, Path]:
-    """Files of the package that run when `roots` and all below them are imported, by `on_top`."""
-    files = {dotted_name(package, file): file for file in package.rglob("*.py")}
+def modules_loaded_by(root: Path, roots: tuple[str, ...]) -> dict[str, Path]:
+    """Files of the packages that run when `roots` and all below them are imported, by `on_top`."""
+    files = files_in(root)
     loaded: dict[str, Path] = {}
     below = tuple(f"{root}." for root in roots[1:])
     waiting = [name for name in files if name in roots or name.startswith(below)]
@@ -125,56 +132,49 @@ def modules_loaded_by(package: Path, roots: tuple[str, ...]) -> dict[str, Path]:
     return loaded
 
 
-def heavy_imports(package: Path) -> list[str]:
+def heavy_imports(root: Path) -> list[str]:
     """Imports that run with the light modules and need more than BASE and the standard library."""
     return [
         f"{name}: {found}: import it inside the function that needs it"
-        for name, file in sorted(modules_loaded_by(package, LIGHT).items())
+        for name, file in sorted(modules_loaded_by(root, LIGHT).items())
         for found in imports_of(file)
         if found.on_top
-        and found.target.split(".")[0] not in {"nsa", "whyhung", *BASE, *sys.stdlib_module_names}
+        and found.target.split(".")[0]
+        not in {*PACKAGES, "whyhung", *BASE, *sys.stdlib_module_names}
     ]
 
 
 def test_imports_run_one_way():
-    assert wrong_arrows(PACKAGE) == []
-
-
-KNOW_HUNG = {"lab", "workbook", "experiments", "cli"}
+    assert wrong_arrows(ROOT) == []
 
 
 def test_the_hang_detector_and_the_library_do_not_know_each_other():
-    """whyhung imports nothing of nsa, and of nsa only instruments, notebooks and commands it."""
-    ours = [
-        str(found)
-        for file in (ROOT / "whyhung").rglob("*.py")
-        for found in imports_of(file)
-        if found.target.partition(".")[0] == "nsa"
-    ]
-    theirs = [
-        str(found)
-        for file in PACKAGE.rglob("*.py")
-        for found in imports_of(file)
-        if found.target.partition(".")[0] == "whyhung"
-        and layer_of(dotted_name(PACKAGE, file)) not in KNOW_HUNG
-    ]
-    assert ours == [] and theirs == []
+    """Neither imports the other, nor the workbook, which imports both."""
+    for package, others in (("whyhung", PACKAGES), ("nsa", ("whyhung", "workbook"))):
+        assert [
+            str(found)
+            for file in (ROOT / package).rglob("*.py")
+            for found in imports_of(file)
+            if found.target.partition(".")[0] in others
+        ] == []
 
 
 def test_every_module_has_a_floor():
-    layers = {layer_of(dotted_name(PACKAGE, file)) for file in PACKAGE.rglob("*.py")} - {""}
+    layers = {layer_of(name) for name in files_in(ROOT)} - {""}
     assert layers <= set(FLOOR)
 
 
 def test_attention_model_and_command_line_load_with_torch_alone():
-    assert heavy_imports(PACKAGE) == []
+    assert heavy_imports(ROOT) == []
 
 
 @pytest.fixture
 def copy(tmp_path):
-    """The package, to plant an import in."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    return shutil.copytree(PACKAGE, tmp_path / "nsa", ignore=ignored)
+    """The packages, to plant an import in."""
+    for name in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    return tmp_path
 
 
 def plant(file: Path, line: str) -> None:
@@ -186,18 +186,18 @@ def plant(file: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("where", "line", "complaint"),
     [
-        ("reference/nsa.py", "from nsa.kernels import span", "reference must not know kernels"),
-        ("reference/nsa.py", "import nsa.attention.api", "reference must not know attention"),
-        ("config.py", "from nsa import blocks", "config must not know blocks"),
-        ("blocks.py", "def late():\n    import nsa.lab.sweep", "blocks must not know lab"),
-        ("model/data.py", "from nsa.workbook.store import x", "model must not know workbook"),
-        ("lab/sweep.py", "import nsa.experiments.memory.cell", "lab must not know experiments"),
-        ("experiments/memory/cell.py", "import nsa.experiments.tracing.trials", "rooms of"),
-        ("blocks.py", "from nsa import nsa_attention", "from the module it lives in"),
-        ("model/data.py", "from . import llama", "relative"),
-        ("model/data.py", "from ..attention import api", "relative"),
-        ("__init__.py", "from nsa.config import NSAConfig", "when they are used"),
-        ("stray.py", "import nsa.config", "has no floor"),
+        ("nsa/reference/nsa.py", "from nsa.kernels import span", "reference must not know kernels"),
+        ("nsa/reference/nsa.py", "import nsa.attention.api", "reference must not know attention"),
+        ("nsa/config.py", "from nsa import blocks", "config must not know blocks"),
+        ("nsa/blocks.py", "def late():\n    import workbook.lab.sweep", "blocks must not know lab"),
+        ("nsa/model/data.py", "from workbook.runs.store import x", "model must not know runs"),
+        ("workbook/lab/sweep.py", "import workbook.rooms.memory.cell", "lab must not know rooms"),
+        ("workbook/rooms/memory/cell.py", "import workbook.rooms.tracing.trials", "rooms do"),
+        ("nsa/blocks.py", "from nsa import nsa_attention", "from the module it lives in"),
+        ("nsa/model/data.py", "from . import llama", "relative"),
+        ("nsa/model/data.py", "from ..attention import api", "relative"),
+        ("nsa/__init__.py", "from nsa.config import NSAConfig", "when used"),
+        ("nsa/stray.py", "import nsa.config", "has no floor"),
     ],
 )
 def test_a_planted_arrow_is_caught(copy, where, line, complaint):
@@ -221,7 +221,7 @@ def test_a_planted_arrow_is_caught(copy, where, line, complaint):
 )
 def test_a_planted_optional_package_is_caught_on_top_only(copy, line, caught):
     before = len(heavy_imports(copy))
-    plant(copy / "model/data.py", line)
+    plant(copy / "nsa/model/data.py", line)
     assert (len(heavy_imports(copy)) > before) == caught
 
 
@@ -235,7 +235,7 @@ OPTIONAL = {"triton", "flash_attn", "papermill", "matplotlib", "pandas", "nbconv
 NONE = {"torch", "numpy", "psutil"}
 WORKBOOK = OPTIONAL | BASE | {"nbformat", "yaml", "jupyter_client", "sphinx", "submitit"}
 LISTED = (
-    "import contextlib, io; from nsa.cli.main import main; "
+    "import contextlib, io; from workbook.cli.main import main; "
     "printed = contextlib.redirect_stdout(io.StringIO()); "
     "printed.__enter__(); main(['notebooks']); printed.__exit__(None, None, None)"
 )
@@ -246,9 +246,9 @@ LISTED = (
     ("statement", "absent"),
     [
         ("import nsa; nsa.__version__", OPTIONAL | BASE),
-        ("from nsa.cli.main import parsers; parsers()[0].format_help()", WORKBOOK),
-        ("from nsa.workbook.environment import snapshot; snapshot()", {"torch"}),
-        ("import nsa.workbook.store", {"torch"}),
+        ("from workbook.cli.main import parsers; parsers()[0].format_help()", WORKBOOK),
+        ("from workbook.runs.environment import snapshot; snapshot()", {"torch"}),
+        ("import workbook.runs.store", {"torch"}),
         (LISTED, WORKBOOK),
         ("import whyhung.process.family", NONE),
         ("from whyhung.process import launch", NONE),

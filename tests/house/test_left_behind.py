@@ -19,17 +19,17 @@ pytestmark = [
 ]
 # Tests that look for files of a kind. The others are handed committed runs by `places`.
 LOOKING = (
-    "tests/cli/test_figures.py",
-    "tests/experiments/case_study/test_decision.py",
-    "tests/experiments/case_study/test_loop_versions.py",
+    "tests/workbook/cli/test_figures.py",
+    "tests/workbook/rooms/case_study/test_decision.py",
+    "tests/workbook/rooms/case_study/test_loop_versions.py",
     "tests/house",
     "tests/whyhung/process/test_spec.py",
-    "tests/lab/search/test_plan.py",
-    "tests/workbook/test_browse.py",
-    "tests/workbook/test_loaded.py",
-    "tests/workbook/test_notebooks.py",
-    "tests/workbook/test_places.py",
-    "tests/workbook/test_results.py",
+    "tests/workbook/lab/search/test_plan.py",
+    "tests/workbook/runs/test_browse.py",
+    "tests/workbook/runs/test_loaded.py",
+    "tests/workbook/runs/test_notebooks.py",
+    "tests/workbook/runs/test_places.py",
+    "tests/workbook/runs/test_results.py",
 )
 QUICK = "not slow and not full and not long and not gpu and not environment"
 WHO = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")

@@ -9,8 +9,8 @@ from places import NOTEBOOKS, ROOT
 pytest.importorskip("papermill")
 
 
-from nsa.workbook.batch.plan import read_plan
-from nsa.workbook.identity import find_notebook
+from workbook.runs.batch.plan import read_plan
+from workbook.runs.identity import find_notebook
 
 ROLES = re.findall(r"^\| (tester|engineer) \| ([ABC]) \| (.*?) \| (\w+), (.*?) \| `(.*?)` \|$",
                    (ROOT / "docs/roles.md").read_text(), re.M)  # fmt: skip

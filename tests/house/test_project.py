@@ -140,7 +140,7 @@ def test_headlines_of_the_log_are_short():
 @pytest.mark.processes
 def test_docstrings_begin_with_a_verb_or_a_noun():
     wrong = []
-    for name, path in tracked("nsa/**/*.py", "whyhung/**/*.py").items():
+    for name, path in tracked("nsa/**/*.py", "whyhung/**/*.py", "workbook/**/*.py").items():
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
                 first = (ast.get_docstring(node) or "").partition("\n")[0]
@@ -179,7 +179,7 @@ def test_papermill_finds_the_engine_by_its_entry_point():
         pytest.skip("the package is not installed here")
     pytest.importorskip("papermill")
     found = {point.name: point.load() for point in entry_points(group="papermill.engine")}
-    from nsa.workbook.engine import TruthfulEngine
+    from workbook.runs.engine import TruthfulEngine
 
     assert found["truthful"] is TruthfulEngine
 

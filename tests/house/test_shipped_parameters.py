@@ -12,9 +12,9 @@ import pytest
 from places import NOTEBOOKS, ROOT
 from processes import environment_with_package
 
-from nsa.experiments.ab.plan import ABPlan
-from nsa.workbook import parameters
-from nsa.workbook.run import run_notebook
+from workbook.rooms.ab.plan import ABPlan
+from workbook.runs import parameters
+from workbook.runs.run import run_notebook
 
 FILES = {"00_smoke": "00", "smoke": "01", "02_smoke": "02", "05_smoke": "05", "06_smoke": "06"}
 FILES |= {"08_smoke": "08", "09_smoke": "09", "10_smoke": "10", "11_smoke": "11"}

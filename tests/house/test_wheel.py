@@ -37,9 +37,9 @@ def test_the_wheel_has_the_package_whole_and_the_notebooks_in_it(built):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     (outside,) = [name for name in held if ".data/" in name]  # of Jupyter, not of Python
     assert outside.endswith("data/etc/jupyter/jupyter_server_config.d/nsa.json")
-    package = {name for name in shipped() if name.startswith(("nsa/", "whyhung/"))}
+    package = {name for name in shipped() if name.startswith(("nsa/", "whyhung/", "workbook/"))}
     package |= {"nsa_autoload/__init__.py"}  # nsa/autoload under its second name
-    notebooks = {f"nsa/{name}" for name in shipped() if name.startswith("notebooks/")}
+    notebooks = {f"workbook/{name}" for name in shipped() if name.startswith("notebooks/")}
     assert held - {outside} == package | notebooks
 
 
@@ -65,6 +65,6 @@ def test_the_wheel_lists_its_notebooks_where_there_is_no_checkout(built, tmp_pat
 
     listed = printed("notebooks")
     assert [file.stem for file in NOTEBOOKS.glob("*.ipynb") if file.stem not in listed] == []
-    assert f"They lie in {tmp_path}/site/nsa/notebooks, and runs go to runs." in listed
+    assert f"They lie in {tmp_path}/site/workbook/notebooks, and runs go to runs." in listed
     assert "next: cd mine && nsa run" in printed("notebooks", "init", "mine")
     assert (place / "mine/notebooks/params/h200.yaml").is_file()

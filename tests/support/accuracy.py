@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nsa.lab.measure.accuracy import AccuracyError, hold
+from workbook.lab.measure.accuracy import AccuracyError, hold
 
 
 def assert_as_accurate(

@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from nsa.workbook import record
-from nsa.workbook.batch.place import BUSY, locked
-from nsa.workbook.files import read_json, write_json
 from whyhung.process.family import COOKIE
+from workbook.runs import record
+from workbook.runs.batch.place import BUSY, locked
+from workbook.runs.files import read_json, write_json
 
 folder = Path(sys.argv[1]).parent
 if read_json(sys.argv[1])["stubborn"]:

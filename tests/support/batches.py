@@ -2,11 +2,11 @@
 
 from sample_notebooks import SET_UP, write_notebook
 
-from nsa.workbook import opening, record
-from nsa.workbook.batch.place import outcome
-from nsa.workbook.batch.plan import read_plan
-from nsa.workbook.batch.state import Batch
-from nsa.workbook.files import read_json, write_json
+from workbook.runs import opening, record
+from workbook.runs.batch.place import outcome
+from workbook.runs.batch.plan import read_plan
+from workbook.runs.batch.state import Batch
+from workbook.runs.files import read_json, write_json
 
 PLAN = """\
 question: Does it run?

@@ -154,7 +154,7 @@ NOT_CALLABLE = masked.BACKEND
 
 def measure_or_crash(spec):
     """A trial's entry: a shape of 64 tokens ends its process, any other is measured."""
-    from nsa.experiments.comparison.trials import measure_spec
+    from workbook.rooms.comparison.trials import measure_spec
 
     if spec["shapes"][0]["tokens"] == 64:
         os.abort()

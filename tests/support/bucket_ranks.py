@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa.lab.observers.arrival import GradientArrival
-from nsa.lab.observers.ddp import BucketTrace
-from nsa.lab.observers.module_order import ModuleOrder
 from nsa.model import parallel
+from workbook.lab.observers.arrival import GradientArrival
+from workbook.lab.observers.ddp import BucketTrace
+from workbook.lab.observers.module_order import ModuleOrder
 
 SIZES = (64, 48, 32, 16)
 

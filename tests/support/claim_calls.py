@@ -15,19 +15,19 @@ from typing import Any
 
 import yaml
 
-from nsa.experiments.selfcheck.judged import Judged
-from nsa.workbook import metrics, parameters
-from nsa.workbook.files import read_json
-from nsa.workbook.store import Run
 from whyhung.process.trial import Outcome
+from workbook.rooms.selfcheck.judged import Judged
+from workbook.runs import metrics, parameters
+from workbook.runs.files import read_json
+from workbook.runs.store import Run
 
 LINEAR = ("gather", "packed", "flex")
 Calls = dict[str, Callable[[Any], Any]]
 
 
 def room(name: str, *parts: str) -> SimpleNamespace:
-    """The modules `parts` of that room of nsa.experiments."""
-    loaded = {part: import_module(f"nsa.experiments.{name}.{part}") for part in parts}
+    """The modules `parts` of that room of workbook.rooms."""
+    loaded = {part: import_module(f"workbook.rooms.{name}.{part}") for part in parts}
     return SimpleNamespace(**loaded)
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from nsa.attention.api import nsa_attention
 from nsa.config import NSAConfig
-from nsa.lab.measure.accuracy import AccuracyError, hold
 from nsa.reference.nsa import nsa
+from workbook.lab.measure.accuracy import AccuracyError, hold
 
 DEFINED = 1024  # tokens up to which the definition itself says what is exact
 TWICE = 2.0
@@ -138,8 +138,8 @@ def judged(
 ) -> dict[str, dict]:
     """By tensor: errors relative to exact's norm, their ratio, and what breaks the accuracy rule.
 
-    The rule is `nsa.lab.measure.accuracy.hold`. Of norms, twice torch's plus a quarter of epsilon
-    is the most: what comes on top there, too. norms: whether that is asked as well.
+    The rule is `workbook.lab.measure.accuracy.hold`. Of norms, twice torch's plus a quarter of
+    epsilon is the most: what comes on top there, too. norms: whether that is asked as well.
     """
     grain = torch.finfo(dtype).eps / 4
     largest = max(float(x.abs().max()) for name, x in exact.items() if name != "o")

@@ -7,7 +7,7 @@ first `after` another piece; or `from` and `to`, between which all numbers are. 
              one row alone has; `each`: the same for each number, beside `where`
     says     a piece of a claim of that run with `{}` for numbers, of which those at `take` are
              shown; `only`: of the claims with this expression; `again`: of those that a function
-             of nsa.experiments makes of its rows today
+             of workbook.rooms makes of its rows today
     prints   a piece of what the run's notebook printed, likewise
     stated   why no run has them: a public figure, an aim, a script's
 
@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 from places import ROOT
 
-from nsa.workbook import metrics
+from workbook.runs import metrics
 
 BINDINGS = ROOT / "docs/numbers.yaml"
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -162,10 +162,10 @@ def claims(run: str, again: str | None) -> list[str]:
 
 @cache
 def read_again(run: str, asked: str) -> list[str]:
-    """What that function of nsa.experiments, "throughput.claims:aims", says of the run's rows."""
+    """What that function of workbook.rooms, "throughput.claims:aims", says of the run's rows."""
     module, name = asked.split(":")
     rows = metrics.read(folder(run) / "metrics.csv")
-    made = getattr(import_module(f"nsa.experiments.{module}"), name)(rows)
+    made = getattr(import_module(f"workbook.rooms.{module}"), name)(rows)
     return [one.claim for one in (made if isinstance(made, list) else [made])]
 
 

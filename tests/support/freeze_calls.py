@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas
 from claim_calls import claims_of, room
 
-from nsa.workbook.store import Run
+from workbook.runs.store import Run
 
 
 def again(folder: Path) -> dict[str, dict]:

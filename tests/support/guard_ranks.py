@@ -13,14 +13,14 @@ import torch
 from tiny_models import tiny
 from torch.distributed.tensor import DTensor
 
-from nsa.lab.observers import guards
-from nsa.lab.observers.guards import Guards, Stopped
 from nsa.model import parallel
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
+from workbook.lab.observers import guards
+from workbook.lab.observers.guards import Guards, Stopped
 
 BAD = 2  # the step, on the last rank alone
 STEPS = 6

@@ -1,6 +1,6 @@
 """Rows of a selfcheck as tests want them, without a trial."""
 
-from nsa.experiments.selfcheck.judged import Judged
+from workbook.rooms.selfcheck.judged import Judged
 
 
 def row(name="a lock", due="HANG", found="HANG", **more):

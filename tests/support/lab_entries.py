@@ -39,9 +39,9 @@ def unsized(settings, progress):
 
 def make_up_trials(monkeypatch, run):
     """A ledger's trials without processes: `run` in place of the runner's, judged by their end."""
-    from nsa.lab.search import ledger
     from whyhung.process import preflight, runner
     from whyhung.verdict import Verdict
+    from workbook.lab.search import ledger
 
     def judge(evidence):
         kind = {"returned": "PASS", "exception": "CRASH"}.get(evidence.end.how, "INCONCLUSIVE")

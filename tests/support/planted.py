@@ -2,8 +2,8 @@
 
 import importlib
 
-from nsa.experiments.selfcheck.registry import chosen
 from whyhung.process.child import standing
+from workbook.rooms.selfcheck.registry import chosen
 
 
 class Told:

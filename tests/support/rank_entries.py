@@ -12,10 +12,10 @@ from tiny_models import tiny, tokens
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 
-from nsa.lab.observers.ddp import BucketTrace
 from nsa.model import parallel
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
+from workbook.lab.observers.ddp import BucketTrace
 
 BATCH = 4
 STEPS = 2

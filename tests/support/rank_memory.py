@@ -5,10 +5,10 @@ from unittest import mock
 
 import torch
 
-from nsa.lab.measure.recorders import recorder_for, training_tensors
-from nsa.lab.training import TrainingSpec, open_trainer
 from nsa.model import parallel
 from nsa.model.train import warmup_steps
+from workbook.lab.measure.recorders import recorder_for, training_tensors
+from workbook.lab.training import TrainingSpec, open_trainer
 
 BEFORE = 2  # steps: AdamW's state is made, and DDP has its buckets anew
 

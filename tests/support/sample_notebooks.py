@@ -16,7 +16,7 @@ deep: bool = False  # go deeper
 seed: int = 1337  # of everything random"""
 
 SET_UP = """\
-from nsa.workbook import store
+from workbook.runs import store
 run = store.current({"layers": layers}, notebook="tiny")
 run.device("cpu")
 """

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from nsa.experiments.soak import child
+from workbook.rooms.soak import child
 
 KILLED_AFTER = 2 * child.CHUNK + 5  # steps
 

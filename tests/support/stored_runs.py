@@ -2,8 +2,8 @@
 
 import yaml
 
-from nsa.workbook import metrics, opening, store
-from nsa.workbook.files import write_json
+from workbook.runs import metrics, opening, store
+from workbook.runs.files import write_json
 
 
 def store_run(root, notebook, claims=(), rows=(), *, started="2026-11-01", **more):

@@ -4,7 +4,7 @@ import os
 import time
 from dataclasses import asdict
 
-from nsa.experiments.throughput.trials import Measured
+from workbook.rooms.throughput.trials import Measured
 
 
 def ending(spec):

@@ -3,7 +3,7 @@
 import os
 import time
 
-from nsa.experiments.tracing import child
+from workbook.rooms.tracing import child
 
 
 def run_but(spec, rank, instead):

@@ -2,9 +2,9 @@
 
 from functools import cache
 
-from nsa.experiments.tracing.trials import STEPS, TRIALS, Setup, Traced
-from nsa.lab.search.planted import planted, without_gradient
 from nsa.model.llama import LanguageModel, parameter_count
+from workbook.lab.search.planted import planted, without_gradient
+from workbook.rooms.tracing.trials import STEPS, TRIALS, Setup, Traced
 
 SETUP = Setup("cpu_test", tokens=64, batch=2, bucket_mb=0.5)
 

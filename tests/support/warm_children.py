@@ -46,11 +46,11 @@ LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.utils.data",
 )  # fmt: skip
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
-STARTERS = "nsa", "whyhung", "whyhung.process.launch", "whyhung.process.family"
+STARTERS = "nsa", "workbook", "whyhung", "whyhung.process.launch", "whyhung.process.family"
 STARTING_ENTRY = "whyhung.process.ranks:launch"
 RANKS = "torch.distributed.run"  # it and its ranks are executed: a forked rank once did not end
 SCRIPTS = ("rank_entries.py",)  # of this folder, started without torchrun
-NOT_SERVED = ("nsa.workbook.batch.child",)  # it outlives who started it, and is ended by others
+NOT_SERVED = ("workbook.runs.batch.child",)  # it outlives who started it, and is ended by others
 # Variables that are read as an interpreter starts or a library loads: the server's are the child's.
 READ_EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS", "MALLOC_", "TORCH_",
               "TORCHDYNAMO", "TORCHINDUCTOR", "TRITON_", "CUDA_", "JAXTYPING", "NPY_")  # fmt: skip
@@ -211,7 +211,7 @@ def _understood(words) -> dict | None:
             found["faulthandler"] = True
         elif word == "-m" and len(words) > at + 1:
             what, arguments = words[at + 1], words[at + 2 :]
-            ours = what.partition(".")[0] in ("nsa", "whyhung")
+            ours = what.partition(".")[0] in ("nsa", "whyhung", "workbook")
             if not ours or what in NOT_SERVED or RANKS in arguments:
                 return None
             return found | {"module": what, "arguments": arguments}

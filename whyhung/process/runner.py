@@ -50,8 +50,8 @@ class Spec:
     list or one string, it has no number of steps, and settings only fill {name} in the arguments.
 
     settings: passed to it, JSON-serializable. observers: names of tools that slow it and are no
-    part of it. oracles: names from nsa.lab.oracles. python: another interpreter, whose packages
-    are used. env: variables in addition to this process's own.
+    part of it. oracles: names of the subject's attachment. python: another interpreter, whose
+    packages are used. env: variables in addition to this process's own.
 
     Raises ValueError if it cannot be run.
     """
@@ -157,7 +157,7 @@ def run(
     if (spec.oracles or "measure" in spec.observers) and kind is None:
         raise ValueError(
             f"oracles={spec.oracles} and observers={spec.observers} want something attached; "
-            "attached='nsa.lab.attached:Attached' would do"
+            "attached='workbook.lab.attached:Attached' would do"
         )
     if spec.oracles:
         kind.check(spec.oracles)

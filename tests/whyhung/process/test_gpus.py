@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from places import PACKAGE
+from places import ROOT
 
-from nsa.experiments.comparison import trials as comparison
-from nsa.lab import sweep
-from nsa.lab.measure.shapes import Shape
 from whyhung.process import gpus, preflight, sources
 from whyhung.process.runner import Spec, run
 from whyhung.process.trial import Outcome
+from workbook.lab import sweep
+from workbook.lab.measure.shapes import Shape
+from workbook.rooms.comparison import trials as comparison
 
 
 def see(names, monkeypatch):
@@ -208,14 +208,17 @@ def test_each_visible_gpu_measures_a_shape_at_a_time(
 
 @pytest.mark.parametrize(
     ("file", "changes"),
-    [("kernels/tiles.py", True), ("model/train.py", True), ("lab/sweep.py", True),
-     ("workbook/claim.py", False), ("cli/main.py", False)],
+    [("nsa/kernels/tiles.py", True), ("nsa/model/train.py", True), ("workbook/lab/sweep.py", True),
+     ("workbook/runs/claim.py", False), ("workbook/cli/main.py", False)],
 )  # fmt: skip
 def test_a_trial_stands_on_the_source_of_all_it_may_import(tmp_path, monkeypatch, file, changes):
     ignored = shutil.ignore_patterns("__pycache__")
-    copy = shutil.copytree(PACKAGE, tmp_path / "nsa", ignore=ignored)
-    monkeypatch.setattr(sources, "PACKAGES", {copy: sources.PACKAGES[PACKAGE]})
+    places = [ROOT / file.partition("/")[0]]
+    copies = {
+        shutil.copytree(x, tmp_path / x.name, ignore=ignored): sources.PACKAGES[x] for x in places
+    }
+    monkeypatch.setattr(sources, "PACKAGES", copies)
     before = preflight.source_hash("a.subject:make")
-    with (copy / file).open("a") as source:
+    with (tmp_path / file).open("a") as source:
         source.write("# changed\n")
     assert (preflight.source_hash("a.subject:make") != before) is changes

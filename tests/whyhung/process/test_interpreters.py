@@ -44,7 +44,7 @@ def test_what_is_not_there_is_refused_before_anything_starts(tmp_path, monkeypat
 @pytest.mark.processes
 @pytest.mark.slow
 def test_what_cannot_run_a_subject_says_what_would_do(tmp_path):
-    subject, ended = "nsa.lab.search.training_subject:make", {}
+    subject, ended = "workbook.lab.search.training_subject:make", {}
     venv.create(tmp_path / "empty", symlinks=True)
     torchless = str(tmp_path / "empty" / "bin" / "python")
     (tmp_path / "hiding.py").write_text(HIDING)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from nsa.lab import attached
-from nsa.lab.search.ledger import Ledger
-from nsa.lab.search.plan import Plan
 from whyhung.process import preflight, script
 from whyhung.process.runner import Spec, run
 from whyhung.verdict import judge
+from workbook.lab import attached
+from workbook.lab.search.ledger import Ledger
+from workbook.lab.search.plan import Plan
 
 STEPS = """
     model = torch.nn.Linear(4, 4)

@@ -6,7 +6,7 @@ import re
 import pytest
 from places import tracked
 
-import nsa.lab
+import workbook.lab
 from whyhung.process import renamed
 from whyhung.process.child import is_out_of_memory
 from whyhung.process.procfs import kernel_kills
@@ -41,18 +41,21 @@ def test_every_moved_module_is_there():
             importlib.import_module(new)
         except ImportError as error:
             lost[new] = str(error)
-    assert nsa.lab and renamed.MOVED and lost == {}
+    assert workbook.lab and renamed.MOVED and lost == {}
 
 
 def test_a_stored_spec_runs_the_subject_where_it_is_now():
-    spec = Spec.from_dict({"subject": "nsa.lab.exhibits.subject:make", "steps": 2})
-    assert spec.subject == "nsa.experiments.case_study.loop.subject:make"
+    spec = Spec.from_dict({"subject": "workbook.lab.exhibits.subject:make", "steps": 2})
+    assert spec.subject == "workbook.rooms.case_study.loop.subject:make"
 
 
 def test_what_never_moved_stays_as_it_is():
-    for entry in ("my.module:make", "nsa.lab.plansx:make", "whyhung.process.ranks:launch"):
+    for entry in ("my.module:make", "workbook.lab.plansx:make", "whyhung.process.ranks:launch"):
         assert renamed.current(entry) == entry
-    assert renamed.current("nsa.lab.plans.calibration:make") == "nsa.lab.search.calibration:make"
+    assert (
+        renamed.current("workbook.lab.plans.calibration:make")
+        == "workbook.lab.search.calibration:make"
+    )
 
 
 @pytest.mark.processes

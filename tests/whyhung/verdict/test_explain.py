@@ -5,12 +5,12 @@ from pathlib import Path
 import pages
 import pytest
 
-from nsa.cli.main import main
-from nsa.lab.search.ledger import Ledger
 from whyhung.verdict import Verdict, judge
 from whyhung.verdict.explain import page, strip, where
 from whyhung.verdict.headline import headline
 from whyhung.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread, Wait
+from workbook.cli.main import main
+from workbook.lab.search.ledger import Ledger
 
 STEPS = 6
 PRIVATE = re.compile(r"\b(beats?|rests?|rested|P)\b")
@@ -240,7 +240,7 @@ def test_markdown_keeps_its_tables_whole_and_holds_the_picture():
 def test_a_report_keeps_the_picture(tmp_path):
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("nbconvert")
-    from nsa.workbook.report import render
+    from workbook.runs.report import render
 
     shown = {"text/markdown": page(*pages.ranks_wait(), markdown=True)}
     output = nbformat.v4.new_output("display_data", data=shown)

@@ -1,9 +1,9 @@
 """Hints of oracles are told with a PASS and change no verdict; growth is right, and late."""
 
-from nsa.lab.oracles import ORACLES
 from whyhung.verdict import judge
 from whyhung.verdict.rules import ORDER
 from whyhung.watch.evidence import End, Evidence
+from workbook.lab.oracles import ORACLES
 
 
 def judged(**oracles):

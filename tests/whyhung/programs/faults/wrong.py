@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from faults.small import FROM_STEP, MIB, SIZE, Small, TinyNSA, WithAdamW
-from nsa.lab.search import planted as tracing_faults
+from workbook.lab.search import planted as tracing_faults
 
 
 class SpoiltNSA(TinyNSA):

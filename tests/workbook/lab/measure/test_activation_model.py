@@ -1,0 +1,54 @@
+"""Activations from shapes against the allocator: every backend, without a fitted number."""
+
+from dataclasses import asdict
+
+import pytest
+
+from nsa.model.presets import preset
+from workbook.lab.measure.activation_model import activations, predicted_peak
+from workbook.rooms.memory.cell import Cell
+from workbook.rooms.memory.trials import measure_cell
+
+pytestmark = pytest.mark.full
+
+CELLS = [
+    Cell("repro", "gather", 512, layers=2),
+    Cell("repro", "packed", 512, layers=1),
+    Cell("repro", "masked", 384, layers=2),
+    Cell("repro", "masked", 384, layers=1, dtype="bf16"),
+    Cell("repro", "sdpa", 512, layers=1),
+    Cell("repro", "sdpa:math", 512, layers=1),
+    Cell("repro", "sdpa:math", 512, layers=1, dtype="bf16"),
+    Cell("repro", "packed", 256, layers=2, dtype="bf16"),
+    Cell("repro", "sequential", 96, layers=1),
+    Cell("smoke", "gather", 256, layers=1, batch=2),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_activations_are_those_that_the_allocator_saw_and_no_peak_is_below_them(
+    cell, nothing_before
+):
+    """One recorded step in this process; no seconds are left to time another one."""
+    row = measure_cell({"cell": asdict(cell), "deadline_s": 0.0, "threads": 1})
+    shape = cell.config(), cell.tokens, cell.batch, cell.dtype, cell.backend
+    assert "declined" not in row, row
+    kept_mib, least_mib = activations(*shape).total / 2**20, predicted_peak(*shape) / 2**20
+    assert kept_mib == pytest.approx(row["held_mib"]["activations"], rel=0.15)
+    assert row["peak_mib"] * 1.05 >= least_mib
+
+
+def test_only_dense_masks_have_a_quadratic_part():
+    config = preset("repro")
+    for backend in ("gather", "packed", "flex"):
+        one, two = (activations(config, t, backend=backend) for t in (4096, 8192))
+        assert one.quadratic == two.quadratic == 0
+        assert two.linear == 2 * one.linear
+    for backend in ("masked", "sdpa", "sdpa:math"):
+        one, two = (activations(config, t, backend=backend) for t in (4096, 8192))
+        assert two.quadratic == pytest.approx(4 * one.quadratic, rel=1e-3)
+
+
+def test_auto_is_no_one_program():
+    with pytest.raises(ValueError, match="'auto' is a choice"):
+        activations(preset("repro"), 64)

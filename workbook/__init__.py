@@ -1,0 +1,1 @@
+"""Workbook of Native Sparse Attention: instruments, stored runs, rooms of experiments, commands."""

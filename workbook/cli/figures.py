@@ -1,0 +1,129 @@
+"""`nsa runs figures`: the headline plots, each redrawn from the newest run that has its rows."""
+
+import contextlib
+import importlib
+import math
+import os
+from pathlib import Path
+
+from workbook.cli.options import FAILED, GOOD, command, share
+from workbook.runs import metrics, places
+
+HEAD = """\
+# Figures
+
+Written by `nsa runs figures`, by hand never: each is drawn from the records of the newest committed
+run that has what it shows, by the rules of [figures.yaml]({rules}), and names that run at its foot.
+`nsa run` puts the plots of the latest good run here as well, as `<notebook>--<plot>`; those are not
+in git.
+"""
+RULES = Path(__file__).with_suffix(".yaml")
+
+
+def add(commands) -> None:
+    """Add the parser."""
+    made = command(commands, figures, under="runs")
+    text = "their folder; default: %(default)s"
+    made.add_argument("--to", metavar="DIR", default=places.beside("figures"), help=text)
+    text = "of all runs that ended; default: of those that git tracks, where it tracks any"
+    made.add_argument("--all", action="store_true", help=text)
+    share(made, "--runs")
+
+
+def figures(arguments) -> int:
+    """Redraw the headline plots, each from the newest run that has its rows, and the page that
+    names the run of each."""
+    import yaml
+
+    from workbook.runs.files import write_atomically
+
+    stored = _stored(arguments.runs, arguments.all)
+    if not stored.runs:
+        raise ValueError(f"no run below {arguments.runs} has ended; start one with `nsa run`")
+    target, drawn, missing = Path(arguments.to), {}, {}
+    target.mkdir(parents=True, exist_ok=True)
+    rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
+    for name, rule in rules.items():
+        run = next((run for run in stored.of(rule["notebook"]) if fits(run, rule)), None)
+        if run is None:
+            missing[name] = rule
+            print(f"{name}: no run of {rule['notebook']} has its rows; {rule['command']}")
+            continue
+        drawn[name] = run
+        files = draw(name, rule, run, target)
+        print(f"{name}: {', '.join(map(str, files))} of run {run.folder.name}")
+    text = page({name: rules[name] for name in drawn}, drawn, missing, arguments.runs, target)
+    print(write_atomically(target / "README.md", text))
+    return GOOD if drawn else FAILED
+
+
+def _stored(runs: str, every: bool):
+    """Runs that git tracks; all runs of the folder if it tracks none, or if `every` is set."""
+    from workbook.runs.results import Stored, committed, open_stored
+
+    with contextlib.suppress(ValueError):  # no checkout
+        if not every and (found := Stored(committed(runs))).runs:
+            return found
+    return open_stored(runs)
+
+
+def fits(run, rule: dict) -> bool:
+    """Return True if a run has all values of the rule, in rows of its metric with a median."""
+    rows = [r for r in run.rows if r["metric"] == rule["metric"] and math.isfinite(r["median"])]
+    if rule.get("gpu", True):
+        rows = [row for row in rows if metrics.is_gpu(row["device"])]
+    there = [{**row["config"], **{k: v for k, v in row.items() if v != ""}} for row in rows]
+    has = all(
+        {row.get(column) for row in there} >= set(values) for column, values in rule["has"].items()
+    )
+    return bool(rows) and has and (run.folder / rule.get("file", "metrics.csv")).is_file()
+
+
+def draw(name: str, rule: dict, run, target: Path) -> list[Path]:
+    """Draw the figure and return its files."""
+    import inspect
+
+    import matplotlib.pyplot as plt
+
+    from workbook.runs import looks
+    from workbook.runs.store import Run
+
+    stored = Run(run.folder)
+    plot, shown = _named(rule["plot"]), stored.metrics()
+    if "read" in rule:
+        shown = _named(rule["read"])([run.folder / rule["file"]])
+    for column, values in rule.get("without", {}).items():
+        shown = shown[~shown[column].isin(values)]
+    given = dict(rule.get("arguments", {}))
+    if "note" in inspect.signature(plot).parameters:
+        given["note"] = stored.devices()
+    figure = plot(shown, **given)
+    try:
+        return looks.write(figure, target, name, stored.source(), ("png", "svg"))
+    finally:
+        plt.close(figure)
+
+
+def _named(place: str):
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def page(rules: dict, drawn: dict, missing: dict, runs: str, target: Path) -> str:
+    """figures/README.md as text: each figure under its question, with the run it was drawn from."""
+    from workbook.runs.store import Run
+
+    def to(path) -> str:
+        return Path(os.path.relpath(path, target)).as_posix()
+
+    lines = [HEAD.format(rules=to(RULES))]
+    for name, rule in rules.items():
+        folder = drawn[name].folder
+        told = Run(folder).source().partition(", ")[2]
+        lines += [f"## {rule['title']}\n", f"![{rule['shows']}]({name}.svg)\n",
+                  f"{rule['read_it']} [PNG]({name}.png)\n",
+                  f"[{folder.name}]({to(folder)}), {told}; `{rule['command']}`\n"]  # fmt: skip
+    if missing:
+        lines += ["## Not drawn\n"]
+        lines += [f"- {rule['title']} Wants `{rule['command']}`." for rule in missing.values()]
+    return "\n".join(lines).rstrip() + "\n"

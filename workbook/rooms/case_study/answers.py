@@ -1,0 +1,301 @@
+"""Answers of stored runs to the questions of the decision, with the lines that were read."""
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from workbook.rooms.case_study.figures import TARGET_TOKENS_PER_S
+from workbook.runs.claim import UNDECIDED
+from workbook.runs.metrics import is_gpu
+from workbook.runs.results import Sentence, Stored, StoredRun
+
+FEWER = 10.0  # ratio of operations above which they explain a step's time
+SAME = 1e-6  # relative to the largest output: tolerance for rounding of the same attention in fp64
+ALERT_GIB, LIMIT_GIB = 60.0, 65.0  # from the case study; it writes GB, its allocator MiB
+LAYERS, TOKENS = 12, 2048  # its production model, the subject of GO or NO-GO
+TOLD = yaml.safe_load(Path(__file__).with_name("decision.yaml").read_text(encoding="utf-8"))
+SENTENCES = TOLD["sentences"]  # (notebook, beginning), by name
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to a question, with its numbers; holds: None without evidence (see `because`).
+
+    where: the lines and folders, below the runs' root, that it was read from.
+    """
+
+    holds: bool | None
+    because: str
+    where: tuple[str, ...] = ()
+
+
+NOTHING = Answer(None, "no stored run says")
+
+
+def nothing(stored: Stored) -> Answer:
+    return NOTHING
+
+
+def _late(stored: Stored) -> list[tuple[dict[str, Any], str]]:
+    """Rows of the same run under longer and longer deadlines, and the location of each."""
+    found = stored.sentence("03", "the same run comes further")
+    if found is None or not isinstance(found.evidence, dict) or "trials" not in found.evidence:
+        return []
+    run = next(run for run in stored.runs if run.folder == found.folder)
+    rows = {r["config"].get("trial"): r for r in run.rows if r["metric"] == "steps_reached"}
+    carried = {path.name: run.opens(path) for path in found.trials}
+    ids = [id for id in found.evidence["trials"] if id in rows]
+    return [(rows[id], carried.get(id, found.where)) for id in ids]
+
+
+def late_is(stored: Stored, column: str, pattern: str) -> Answer:
+    """Decide whether that column of the trial under the old deadline matches `pattern`."""
+    trials = _late(stored)
+    if not trials:
+        return NOTHING
+    (row, where), *_ = trials
+    seen, of = row["config"], f"trial {row['config']['trial']}"
+    holds = re.match(pattern, seen[column]) is not None
+    return Answer(holds, f"{of}: {seen['verdict']}, in step {row['median']:g}", (where,))
+
+
+def further(stored: Stored) -> Answer:
+    trials = _late(stored)[:2]
+    if len(trials) < 2:
+        return NOTHING
+    (one, _), (two, _) = trials
+    told = ", ".join(f"step {row['median']:g} at {row['x_value']:g} x" for row, _ in trials)
+    holds = two["median"] > one["median"] or two["config"]["old_rule"] == "PASS"
+    return Answer(holds, told, tuple(where for _, where in trials))
+
+
+def _steps_cost(stored: Stored) -> tuple[StoredRun, dict[str, dict[str, float]]] | None:
+    """Operations and latency of a step of the loop and of dense masks, at the loop's T."""
+    names = ("operations", "latency")
+    found = stored.rows("03", lambda r: r["metric"] in names and _measured(r), operation="step")
+    if found is None:
+        return None
+    run, rows = found
+    tokens = next((r["x_value"] for r in rows if r["backend"] == "loop"), None)
+    cost: dict[str, dict[str, float]] = {"loop": {}, "masked": {}}
+    for row in rows:
+        if row["x_value"] == tokens and row["backend"] in cost:
+            cost[row["backend"]][row["metric"]] = row["median"]
+    return (run, cost) if all(len(each) == 2 for each in cost.values()) else None
+
+
+def operations_explain(stored: Stored) -> Answer:
+    found = _steps_cost(stored)
+    if found is None:
+        return NOTHING
+    run, cost = found
+    loop, masked = cost.values()
+    fewer = loop["operations"] > FEWER * masked["operations"]
+    slower = loop["latency"] > FEWER / 2 * masked["latency"]
+    times = [loop[name] / masked[name] for name in ("operations", "latency")]
+    told = f"{times[0]:.0f} times the operations of dense masks, {times[1]:.0f} times their time"
+    return Answer(fewer and slower, told, (run.metrics,))
+
+
+def arms_differ(stored: Stored) -> Answer:
+    found = _steps_cost(stored)
+    if found is None:
+        return NOTHING
+    run, cost = found
+    loop, masked = (int(each["operations"]) for each in cost.values())
+    told = f"{loop:,} operations a step of the loop, {masked:,} of dense masks"
+    return Answer(loop != masked, told, (run.metrics,))
+
+
+def loop_is_attention(stored: Stored) -> Answer:
+    """Compare the loop's attention, as the reports ran it, with the reference in fp64."""
+    as_it_was = {"operation": "attention", "metric": "error"}
+    found = stored.rows(
+        "03", lambda r: bool(r["config"].get("defects")) and _measured(r), **as_it_was
+    )
+    if found is None:
+        return NOTHING
+    run, rows = found
+    off = max(row["median"] for row in rows)
+    named = ", ".join(rows[0]["config"]["defects"])
+    told = f"off by {off:.2g} of the largest output, with {named}"
+    return Answer(off <= SAME, told, (run.metrics,))
+
+
+def all_hold(stored: Stored, *names: str, ranks: int = 1) -> Answer:
+    """Decide whether the newest decided sentence of each of these SENTENCES is a PASS; `ranks`:
+    from runs of at least that many."""
+    wanted = [one for name in names for one in SENTENCES[name]]
+    found = [stored.sentence(*one, among=_ranks(ranks)) for one in wanted]
+    return _joined([s for s in found if s], len(wanted))
+
+
+def not_held(stored: Stored, name: str) -> Answer:
+    """Negation of `all_hold` on two ranks."""
+    found = all_hold(stored, name, ranks=2)
+    return found if found.holds is None else replace(found, holds=not found.holds)
+
+
+def _ranks(least: int) -> Callable[[StoredRun], bool]:
+    def among(run: StoredRun) -> bool:
+        given = run.parameters.get("ranks", least)
+        return max(given if isinstance(given, list) else [given]) >= least
+
+    return among
+
+
+def _joined(found: list[Sentence], wanted: int) -> Answer:
+    where = tuple(sentence.where for sentence in found)
+    if bad := [s for s in found if s.verdict in ("FAIL", "AIM MISSED")]:
+        return Answer(False, bad[0].claim, where)
+    if len(found) < wanted or any(s.verdict != "PASS" for s in found):
+        return NOTHING
+    return Answer(True, "; ".join(s.claim for s in found), where)
+
+
+def _factor_matters(stored: Stored, factor: str, least: Collection[str] = ()) -> Answer:
+    """Decide whether variants in the newest A/B run that varies this factor, over at least these
+    values, ended differently."""
+    for run in stored.of("08"):
+        ended: dict[str, set[str]] = {}
+        for row in run.rows:
+            if factor in row["config"]:
+                outcome = row["config"].get("outcome", "PASS")
+                ended.setdefault(str(row["config"][factor]), set()).add(outcome)
+        if len(ended) > 1 and set(least) <= set(ended):
+            apart = len({frozenset(outcomes) for outcomes in ended.values()}) > 1
+            told = "; ".join(", ".join(sorted(outcomes)) for outcomes in ended.values())
+            return Answer(apart, f"{len(ended)} arms of {factor}: {told}", (run.metrics,))
+    return NOTHING
+
+
+def transport_matters(stored: Stored) -> Answer:
+    """Decide whether two ranks' gradients are correct under only one of NCCL and gloo."""
+    both = ("nccl", "gloo")
+    if (compared := _factor_matters(stored, "communication", both)).holds is not None:
+        return compared
+    found = {}
+    for name in both:
+
+        def among(run: StoredRun, name=name) -> bool:
+            return _ranks(2)(run) and name in _transports(run)
+
+        found[name] = stored.sentence("05", "ddp: ", among=among)
+    if any(s is None or s.verdict not in ("PASS", "FAIL") for s in found.values()):
+        return NOTHING
+    told = ", ".join(f"{name}: {s.verdict}, {s.claim}" for name, s in found.items() if s)
+    verdicts = {s.verdict for s in found.values() if s}
+    return Answer(len(verdicts) > 1, told, tuple(s.where for s in found.values() if s))
+
+
+def _transports(run: StoredRun) -> set[str]:
+    """Communication backends in the run's rows ("auto": NCCL on GPUs, else gloo)."""
+    rows = [row["config"] for row in run.rows if "communication" in row["config"]]
+    automatic = {"cuda": "nccl"}
+    return {c["communication"] or automatic.get(c.get("device"), "gloo") for c in rows}
+
+
+def version_matters(stored: Stored) -> Answer:
+    """Decide whether sentences of tracing or correctness differ in verdict under another torch."""
+    if (compared := _factor_matters(stored, "python")).holds is not None:
+        return compared
+    for notebook in ("05", "00"):
+        by_version: dict[str, StoredRun] = {}
+        for run in reversed(stored.of(notebook)):
+            by_version |= dict.fromkeys({r["torch"] for r in run.rows} - {""}, run)
+        if len(by_version) < 2:
+            continue
+        decided = [
+            {s.key: s for s in run.sentences if s.verdict not in UNDECIDED}
+            for run in by_version.values()
+        ]
+        if not (shared := sorted(set.intersection(*map(set, decided)))):
+            continue
+        apart = [k for k in shared if len({each[k].verdict for each in decided}) > 1]
+        told = f"{len(shared)} sentences of {notebook} under torch {', '.join(sorted(by_version))}"
+        told += f": {len(apart)} otherwise" + (f", {apart[0]}" if apart else "")
+        return Answer(bool(apart), told, tuple(run.metrics for run in by_version.values()))
+    return NOTHING
+
+
+PEAKS = {  # notebooks and operations of the rows that hold them
+    "loop": (("03", "step"),),
+    "today": (("01", "training_step"), ("04", "training")),
+}
+
+
+def peak(stored: Stored, subject: str) -> Answer:
+    """Compare the largest cell of that size with the limit; a backend that needs more memory, or
+    ran out of it, counts too."""
+    found = [
+        stored.rows(notebook, _wants_memory, operation=operation, metric="peak_memory", mode="step")
+        for notebook, operation in PEAKS[subject]
+    ]
+    rows = [row for one in found if one for row in one[1]]
+    where = tuple(one[0].metrics for one in found if one)
+    if not rows:
+        return NOTHING
+    if burst := [row for row in rows if not _measured(row)]:
+        return Answer(False, f"{burst[0]['backend']} ran out of memory", where)
+    row = max(rows, key=lambda r: r["median"])
+    gib = row["median"] / 1024
+    alert = f", above the alert of {ALERT_GIB:g}" if gib >= ALERT_GIB else ""
+    told = f"{row['backend']} holds {gib:.1f} GiB, the most of {len(rows)} cells{alert}"
+    return Answer(gib < LIMIT_GIB, told, where)
+
+
+def _wants_memory(row: dict[str, Any]) -> bool:
+    ours = row["config"].get("attention", "nsa") == "nsa"
+    return _production(row) and ours and (_measured(row) or row["config"].get("outcome") == "oom")
+
+
+def _measured(row: dict[str, Any]) -> bool:
+    return row["median"] == row["median"]  # NaN is not
+
+
+def _production(row: dict[str, Any]) -> bool:
+    """True for a cell of the production model at its T, one sequence, on a GPU."""
+    config = row["config"]
+    named = config.get("preset") or config.get("design") or config.get("model")
+    sized = config.get("layers") == LAYERS and row["x_value"] == TOKENS
+    return named == "production" and sized and config.get("batch", 1) == 1 and is_gpu(row["device"])
+
+
+def speed(stored: Stored, subject: str) -> Answer:
+    """Compare the slowest cell of that size with the target. Fewer layers give an upper bound."""
+    least = TARGET_TOKENS_PER_S[0]
+    if subject == "today":
+        found = stored.rows(
+            "04",
+            lambda r: _production(r) and r["config"].get("attention") == "nsa" and _measured(r),
+            metric="tokens_per_second",
+            mode="step",
+        )
+        if found is None:
+            return NOTHING
+        run, rows = found
+        row = min(rows, key=lambda r: r["median"])
+        told = f"{row['backend']} {row['median']:,.0f}, the slowest of {len(rows)} cells"
+        return Answer(row["median"] >= least, told, (run.metrics,))
+    found = stored.rows("03", _timed_long, operation="step", backend="loop")
+    if found is None:
+        return NOTHING
+    run, rows = found
+    rate, row = min(((1e3 * r["x_value"] / r["median"], r) for r in rows), key=lambda pair: pair[0])
+    layers = row["config"]["layers"]
+    told = f"{rate:,.0f} with {layers} layer{'s' if layers > 1 else ''} at T {row['x_value']:g}"
+    if layers < LAYERS:
+        told += f", and more layers are no faster than {layers}"
+    if rate >= least and not _production(row):
+        return Answer(None, f"{told}; its production size was not timed")
+    return Answer(rate >= least, told, (run.metrics,))
+
+
+def _timed_long(row: dict[str, Any]) -> bool:
+    """True for a latency on a GPU, at a T large enough for a design that is not a toy."""
+    timed = "latency" in row["metric"] and _measured(row)
+    return timed and is_gpu(row["device"]) and row["x_value"] >= 1024

@@ -1,0 +1,221 @@
+"""Figures of the step-5 question, in the project's common style."""
+
+import textwrap
+from itertools import pairwise
+
+import numpy as np
+
+from workbook.rooms.case_study.decision import LEAVES, SUBJECTS, TREE, Decision
+from workbook.rooms.case_study.figures import BAND_US, ESTIMATE_MIB, MEMORY_MIB, TIMINGS
+from workbook.rooms.case_study.loop.design import held, production
+from workbook.rooms.case_study.step5.trials import OBSERVERS, PRINTS, Results, Trial
+from workbook.runs import looks
+
+BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#C00000", "#8a8a8a"
+GPUS = {"A100": (BLUE, "o"), "RTX 3090": (ORANGE, "s")}
+GIB = 2**30
+DONE = {"forward": 0.25, "backward": 0.5, "optimizer": 0.95, "end": 1.0}  # of a step, by phase
+
+
+def coordinate(trial: Trial) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds since the first step began, and P as steps done, counting the backward's nodes."""
+    began = trial.evidence.began_s or 0.0
+    times, steps = [], []
+    for sample in trial.evidence.of(0):
+        p = sample.p
+        if p.step >= 0:
+            done = DONE.get(p.phase, 0.0)
+            if p.phase == "backward" and p.total:
+                done += 0.45 * min(1.0, p.fired / p.total)
+            times.append(sample.t - began)
+            steps.append(p.step + done)
+    return np.array(times), np.maximum.accumulate(np.array(steps))
+
+
+def console_beside_heartbeat(trial: Trial):
+    """Plot the step of one run against time: by its console and by its heartbeat."""
+    times, steps = coordinate(trial)
+    with looks.style():
+        fig, (axes,) = looks.panels(1, 3.6)
+        axes.plot(times, steps + 1, color=BLUE, label="heartbeat: P, from outside")
+        lines = [trial.schedule.last_line(int(p) + 1, int(p)) for p in steps]
+        shown = [np.nan if line is None else line for line in lines]
+        axes.step(times, shown, where="post", color=ORANGE, lw=2.4, label="console: its last line")
+        if trial.evidence.deadline_s and not trial.finished:
+            axes.axvline(trial.evidence.deadline_s, color=RED, ls="--", lw=1.1, label="deadline")
+        axes.set(xlabel="time since step 1 began (s)", ylabel="step it is in", ylim=(0, None))
+        looks.title(axes, f"Said to hang at step {trial.said}; was in step {trial.reached}")
+        looks.legend(fig, [axes])
+    return fig
+
+
+def progress(results: Results, low: float = 0.7, high: float = 1.4):
+    """Plot P against time of the same run under each deadline, with the band predicted before."""
+    chosen = {n: t for n, t in results.named.items() if n.endswith((" x", " layers"))}
+    step_s = results.lab.step_s
+    with looks.style():
+        fig, (axes,) = looks.panels(1, 3.8)
+        longest = max((coordinate(t)[0].max(initial=0.1) for t in chosen.values()), default=1.0)
+        line = np.array([0.0, longest])
+        band = line / (high * step_s), line / (low * step_s)
+        axes.fill_between(line, *band, color=GREY, alpha=0.18, lw=0, label="predicted, 1 layer")
+        # One run under several deadlines is one curve: the shorter ones have wider lines.
+        curves = zip(chosen.items(), (RED, ORANGE, GREEN, BLUE, GREY), strict=False)
+        for number, ((name, trial), colour) in enumerate(curves):
+            times, steps = coordinate(trial)
+            of = f"deadline {name}" if name.endswith(" x") else name
+            label = f"{of}: {'ended (dot)' if trial.finished else 'cut (cross)'}"
+            wide = {"lw": max(1.4, 6 - 1.6 * number), "zorder": 2.5, "solid_capstyle": "butt"}
+            axes.plot(times, steps, color=colour, label=label, **wide)
+            if len(times):
+                mark = "o" if trial.finished else "X"
+                axes.plot(times[-1:], steps[-1:], mark, color=colour, ms=9, mec="white", zorder=3)
+            if name.endswith(" x"):
+                axes.axvline(trial.evidence.deadline_s, color=colour, ls=":", lw=1.0)
+        most = max((t.steps for t in chosen.values()), default=1)
+        axes.set(xlabel="time since step 1 began (s)", ylabel="steps done")
+        axes.set(xlim=(0, 1.05 * longest), ylim=(0, 1.1 * most))
+        looks.title(axes, "A longer deadline cuts a later step, until the run ends")
+        looks.legend(fig, [axes])
+    return fig
+
+
+def said_and_reached(results: Results):
+    """Plot the step each run had reached and the step its console reported, one pair a trial."""
+    layers = [n for n in results.named if n.endswith(" layers")]
+    names = [n for n in ("1 x", *PRINTS, *OBSERVERS, *layers) if n in results.named]
+    reached = [results.named[name].reached for name in names]
+    said = [results.named[name].said or 0 for name in names]
+    levels = range(len(names))
+    with looks.style():
+        fig, (axes,) = looks.panels(1, 0.42 * len(names) + 0.6)
+        axes.hlines(levels, said, reached, color=GREY, lw=1.0)
+        axes.plot(reached, levels, "o", color=BLUE, ms=8, label="the step it was in")
+        axes.plot(said, levels, "|", color=ORANGE, ms=16, mew=3, label="the last line: 'hangs at'")
+        axes.set_yticks(levels, ["as it was" if n == "1 x" else n for n in names])
+        axes.set(xlabel="step, all under one deadline", xlim=(-0.3, None))
+        axes.set(ylim=(len(names) - 0.5, -0.5))
+        looks.title(axes, "What is printed decides where a run is said to hang")
+        axes.grid(False, axis="y")
+        looks.legend(fig, [axes])
+    return fig
+
+
+def microseconds(results: Results):
+    """Plot seconds of a step over its operations: the case study's nine, and the exhibit here."""
+    low, high = BAND_US
+    seconds = [t.seconds for t in TIMINGS]
+    counts = [t.operations for t in TIMINGS]
+    with looks.style():
+        fig, (axes, each) = looks.panels(2, 3.8)
+        ends = np.array([min(counts) / 60, max(counts) * 1.6])
+        band = {"color": GREY, "alpha": 0.3, "lw": 0}
+        label = f"{low:g} to {high:g} µs an operation"
+        axes.fill_between(ends, ends * low / 1e6, ends * high / 1e6, label=label, **band)
+        for gpu, (colour, marker) in GPUS.items():
+            chosen = [(t.operations, t.seconds) for t in TIMINGS if t.gpu == gpu]
+            look = {"color": colour, "ms": 7, "label": f"case study, {gpu}"}
+            axes.plot(*zip(*chosen, strict=True), marker, **look)
+        for row in results.operations[:1]:
+            look = {"color": GREEN, "ms": 12, "mec": "black", "mew": 0.5}
+            at = row["operations"], row["seconds"]
+            axes.plot(*at, "*", label="the rebuilt loop, here", **look)
+        axes.set(xscale="log", yscale="log")
+        axes.set(xlabel="operations of a step", ylabel="time of a step (s)")
+        axes.grid(False, which="minor")
+        axes.yaxis.set_major_formatter("{x:g}")
+        looks.title(axes, "Seconds follow from operations")
+        each.axvspan(low, high, **band)
+        levels = range(len(TIMINGS))
+        for level, t in enumerate(TIMINGS):
+            colour, marker = GPUS[t.gpu]
+            each.plot(t.microseconds, level, marker, color=colour, ms=7)
+        each.set_yticks(levels, [f"{t.layers} × T {t.tokens}: {t.seconds:g} s" for t in TIMINGS])
+        each.invert_yaxis()
+        each.set(xlabel="time an operation (µs)", ylabel="layers × T: time of a step", xlim=(0, 16))
+        apart = max(seconds) / min(seconds)
+        looks.title(each, f"One constant, though seconds differ {apart:.0f}-fold")
+        looks.legend(fig, [axes])
+    return fig
+
+
+def memory_table(layers: int = 5):
+    """Plot the case study's memory table as dots, and the sum of the copies as bars."""
+    tokens, at = list(MEMORY_MIB), range(len(MEMORY_MIB))
+    found = [held(production(layers), t) for t in tokens]
+    parts = {
+        "window's copies": ([f.window for f in found], BLUE),
+        "selected copies": ([f.selected for f in found], GREEN),
+        "compressed copies": ([f.compressed for f in found], "#56B4E9"),
+        "all else": ([f.rest for f in found], GREY),
+    }
+    with looks.style():
+        fig, (axes,) = looks.panels(1, 3.6)
+        below = np.zeros(len(tokens))
+        for name, (sizes, colour) in parts.items():
+            values = np.array(sizes) / GIB
+            axes.bar(at, values, 0.6, bottom=below, color=colour, label=name)
+            below += values
+        reported = [MEMORY_MIB[t] / 1024 for t in tokens]
+        axes.plot(at, reported, "X", color=RED, ms=9, mec="white", label="reported")
+        for x, (added, said) in enumerate(zip(below, reported, strict=True)):
+            where = {"xytext": (-9 if x else 0, 8), "ha": "right" if x else "center"}
+            point = x, max(added, said)
+            text = f"{added:.2f} | {said:.2f}"
+            axes.annotate(text, point, textcoords="offset points", fontsize=8, **where)
+        estimate = [ESTIMATE_MIB[t] / 1024 for t in tokens]
+        axes.plot(at, estimate, "--", color="black", lw=1.1, label="its estimator")
+        axes.set_xticks(at, [f"T {t}" for t in tokens])
+        axes.set(xlabel="tokens of the sequence", ylabel="peak memory of a step (GiB)")
+        looks.title(axes, f"{layers} layers: copies add up to the table", "predicted | reported")
+        looks.legend(fig, [axes])
+    return fig
+
+
+PLACES = {name: one.at for name, one in (TREE | LEAVES).items()}
+MIDDLE = {"ha": "center", "va": "center", "fontsize": 8}
+TAKEN = {"loop": "#D55E00", "today": BLUE}  # distinguishable by colour-blind readers
+
+
+def decision_tree(decisions: list[Decision]):
+    """Draw the tree with the path of each subject through it."""
+    ways = {d.subject: set(pairwise(d.nodes)) for d in decisions}
+    colours = {node: TAKEN[one.subject] for one in decisions for node in one.nodes}
+    arrows = [
+        (n, to, w) for n, q in TREE.items() for to, w in zip(q.to, ("yes", "no"), strict=True)
+    ]
+    arrows += [(name, leaf.then, "") for name, leaf in LEAVES.items() if leaf.then]
+    with looks.style():
+        fig, (axes,) = looks.panels(1, 5.6)
+        fig.set_figwidth(12.5)
+        axes.set_axis_off()
+        told = ", ".join(f"{SUBJECTS[d.subject]} {_name(TAKEN[d.subject])}" for d in decisions)
+        looks.title(axes, f"Hung, slow, wrong or sound? {told}")
+        axes.set(xlim=(-0.45, 6.45), ylim=(-0.6, 6.5))
+        boxes = {node: _box(axes, node, colours.get(node)) for node in PLACES}
+        for node, target, word in arrows:
+            a, b = PLACES[node], PLACES[target]
+            taken = [TAKEN[name] for name, way in ways.items() if (node, target) in way]
+            for number, colour in enumerate(taken or ["#b0b0b0"]):
+                arrow = {"arrowstyle": "-|>", "color": colour, "shrinkA": 1, "shrinkB": 1}
+                arrow |= {"patchA": boxes[node], "patchB": boxes[target]}
+                arrow |= {"lw": 2.2 + 3 * (len(taken) - 1 - number) if taken else 1}
+                axes.annotate("", b, a, arrowprops=arrow)
+            middle = 0.5 * (a[0] + b[0]), 0.5 * (a[1] + b[1])
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+            if word:
+                axes.text(*middle, word, color="#404040", bbox=box, **MIDDLE)
+    return fig
+
+
+def _name(colour: str) -> str:
+    return "blue" if colour == BLUE else "orange"
+
+
+def _box(axes, node: str, colour: str | None):
+    box = {"facecolor": "white", "edgecolor": colour or "#a0a0a0", "lw": 2.0 if colour else 1.0}
+    shape = "round" if node in TREE else "square"
+    text = TREE[node].text if node in TREE else textwrap.fill(LEAVES[node].text, 18)
+    return axes.text(
+        *PLACES[node], text, bbox=box | {"boxstyle": f"{shape},pad=0.35"}, **MIDDLE
+    ).get_bbox_patch()

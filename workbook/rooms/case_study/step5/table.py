@@ -1,0 +1,165 @@
+"""Tables of the step-5 question."""
+
+import math
+
+import pandas
+
+from whyhung.verdict import explain
+from workbook.lab.search import candidates
+from workbook.rooms.case_study.answers import SAME
+from workbook.rooms.case_study.figures import PEAKS_MIB, TIMINGS
+from workbook.rooms.case_study.loop.design import peak_mib
+from workbook.rooms.case_study.loop.subject import CASE_STUDY
+from workbook.rooms.case_study.step5.trials import Results, Trial
+
+
+def trials(results: Results) -> pandas.DataFrame:
+    """One row a trial: both verdicts side by side."""
+    names = {t.id: name for name, t in reversed(results.named.items())}
+    names |= {results.planted.id: "planted lock"} if results.planted else {}
+    rows = [
+        {
+            "trial": t.id,
+            "name": names.get(t.id, ""),
+            **{k: t.cell[k] for k in ("path", "layers", "deadline")},
+            "allowed, s": t.evidence.deadline_s,
+            "last line": t.said,
+            "was in step": t.reached,
+            "of": t.steps,
+            "old rule": t.old_verdict,
+            "verdict": t.verdict.label,
+        }
+        for t in [*results.trials, *filter(None, [results.planted])]
+    ]
+    return pandas.DataFrame(rows).set_index("trial")
+
+
+def ledger(results: Results) -> pandas.DataFrame:
+    """Bisection of the old rule's HANG: trial, hypothesis, verdict, what it eliminated."""
+    rows = candidates.table(results.bisection.rows)
+    return pandas.DataFrame(rows).set_index("number") if rows else pandas.DataFrame()
+
+
+def state(results: Results) -> pandas.DataFrame:
+    """State after step 4 and after step 5, side by side."""
+    rows = (results.state or {}).get("rows", [])
+    table = pandas.DataFrame(rows, columns=["what", "before", "after", "changed", "should"])
+    table = table.rename(columns={"before": "after step 4", "after": "after step 5"})
+    return table.set_index("what")
+
+
+def timings() -> pandas.DataFrame:
+    """Timings of the case study's nine steps, by operation count."""
+    columns = ["layers", "T", "GPU", "seconds", "operations", "us an operation", "said"]
+    rows = [(t.layers, t.tokens, t.gpu, t.seconds, t.operations, round(t.microseconds, 1), t.said)
+            for t in TIMINGS]  # fmt: skip
+    return pandas.DataFrame(rows, columns=columns)
+
+
+def operations(results: Results) -> pandas.DataFrame:
+    """Operations of the exhibit, as counted here: of a step, and of each token in one layer."""
+    columns = ["path", "layers", "tokens", "forward", "backward", "operations", "syncs", "nodes",
+               "kernels", "seconds", "microseconds"]  # fmt: skip
+    table = pandas.DataFrame(results.operations, columns=columns)
+    each = table["operations"] / table["layers"] / table["tokens"]
+    table.insert(6, "a token", each.round(1))
+    return table.set_index(["path", "tokens"])
+
+
+def memory() -> pandas.DataFrame:
+    """Memory table of the case study, MiB, and its prediction: 5 layers by T, and 12 at T 2048."""
+    rows = []
+    for (layers, tokens), mib in PEAKS_MIB.items():
+        found, right = (peak_mib(layers, tokens, right_window=right) for right in (False, True))
+        rows.append((layers, tokens, mib, round(found), found / mib - 1, round(right)))
+    columns = ["layers", "T", "reported", "exhibit", "error", "with a correct window"]
+    return pandas.DataFrame(rows, columns=columns).set_index(["layers", "T"])
+
+
+def recorded(results: Results) -> pandas.DataFrame:
+    """Peaks recorded on this machine, and their prediction from shapes."""
+    columns = ["layers", "tokens", "peak_mib", "predicted_mib", "seconds"]
+    table = pandas.DataFrame(results.memory, columns=columns)
+    table["error"] = table["peak_mib"] / table["predicted_mib"] - 1
+    return table.set_index(["layers", "tokens"])
+
+
+def page(trial: Trial) -> str:
+    """Page of the trial as `nsa explain` prints it, which names no folder of the machine."""
+    return explain.page(trial.evidence, trial.verdict, name=trial.id)
+
+
+def console_beside_progress(trial: Trial) -> pandas.DataFrame:
+    """Time at which each step was first seen to begin, and the console's step by then."""
+    rows, seen = [], -1
+    began = trial.evidence.began_s or 0.0
+    for sample in trial.evidence.of(0):
+        if sample.p.step > seen:
+            seen = sample.p.step
+            line = trial.schedule.last_line(seen + 1, seen)
+            said = "" if line is None else f"step {line}"
+            rows.append((round(sample.t - began, 2), f"step {seen + 1}", said))
+    return pandas.DataFrame(rows, columns=["s", "heartbeat", "last line"])
+
+
+def to_metrics(results: Results) -> list[dict]:
+    """Rows for metrics.csv."""
+    rows = []
+
+    def add(common: dict, metric: str, unit: str, median: float) -> None:
+        found = {"metric": metric, "unit": unit, "median": median}
+        rows.append({"mode": "step"} | common | found)
+
+    for t in results.trials:
+        config = {"trial": t.id, **t.cell, "old_rule": t.old_verdict, "verdict": t.verdict.label}
+        common = {"operation": "trial", "backend": t.cell["path"], "config": config}
+        common |= {"x_name": "deadline", "x_value": t.cell["deadline"]}
+        add(common, "steps_reached", "steps", t.reached)
+        if t.said is not None:
+            add(common, "last_line", "steps", t.said)
+    step = {"operation": "step", "x_name": "tokens"}
+    for row in results.operations:
+        config = {"layers": row["layers"], "design": row["design"]}
+        common = step | {"backend": row["path"], "x_value": row["tokens"], "config": config}
+        add(common, "operations", "1", row["operations"])
+        add(common, "latency", "ms", 1e3 * row["seconds"])
+    for row in results.memory:
+        config = {name: row[name] for name in ("layers", "design")}
+        config |= {"predicted": row["predicted_mib"]}
+        common = step | {"backend": "loop", "x_value": row["tokens"], "config": config}
+        if math.isfinite(row["peak_mib"]):
+            add(common, "peak_memory", "MiB", row["peak_mib"])
+            add(common, "recorded_latency", "ms", 1e3 * row["seconds"])
+    for row in results.attention:
+        config = {name: row[name] for name in ("design", "defects")}
+        common = {"operation": "attention", "backend": row["path"], "mode": "forward"}
+        common |= {"config": config}
+        common |= {"x_name": "tokens", "x_value": row["tokens"], "device": "cpu"}
+        add(common, "error", "of the largest", row["error"])
+    return rows
+
+
+def facts(results: Results, tokens: int) -> list[str]:
+    """Lines that are the same on every machine: what was printed, judged and counted."""
+    stand = ("HANG", "STALLED")
+    unexplained = sum(trial.said not in trial.expected() for trial in results.trials)
+    changed = [r["what"] for r in results.state["rows"] if r["changed"]]
+    alike = [r["what"] for r in results.state["rows"] if not r["changed"]]
+    loop, masked, longer = (row["operations"] for row in results.operations)
+    return [
+        f"the console is silent from step to step: {CASE_STUDY.silences(45)}",
+        f"trials by name: {', '.join(results.named)}",
+        f"judged HANG or STALLED: {sum(t.verdict.kind in stand for t in results.trials)}",
+        f"with a lock planted at step 5: {results.planted.verdict.label}, "
+        f"its last line is step {results.planted.said}",
+        f"last lines that no print schedule explains: {unexplained}",
+        f"changed from step 4 to 5: {', '.join(changed)}",
+        f"alike: {', '.join(alike)}",
+        f"loop: about {round(loop / tokens, -1):.0f} operations a token",
+        *(
+            f"attention {'as it was' if row['defects'] else 'without its defects'} is NSA's: "
+            f"{row['error'] <= SAME}"
+            for row in results.attention
+        ),
+        f"masked: as many at T {tokens} as at T {2 * tokens}: {masked == longer}",
+    ]

@@ -1,0 +1,176 @@
+"""Figures of the memory notebook, in the common style."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from workbook.runs import looks, metrics, timeline
+from workbook.runs.looks import GREY
+from workbook.runs.scaling import local_exponents
+
+MIB_PER_GIB = 1024
+Line = tuple[Sequence[float], Sequence[float]]  # tokens, MiB
+Curves = Mapping[str, Line | Mapping[str, Line]]
+
+
+def scaling(
+    df, prediction: Curves | None = None, case_study: Curves | None = None, *, mode: str = "step"
+):
+    """Plot peak memory against tokens, log-log: one panel per model, one line per backend.
+
+    df: rows of metrics.csv with x_name tokens, metric peak_memory, unit MiB. A failed point (no
+    median) is a cross at the top, its outcome beside it. `prediction` (dashed, in the colour of
+    the backend it names) and `case_study` (dotted grey, in a separate panel if it would
+    squeeze the others) map a label to (tokens, MiB), or a panel's title (`repro, 5 layers`) to such
+    a mapping. Returns the figure; ValueError without rows.
+    """
+    unit, scale = _unit(df)
+    wanted = []  # (title, rows, predicted, reported) of each panel
+    for model, frame in looks.models(looks.peaks(df, mode)).items():
+        predicted, reported = _curves(prediction, model), _curves(case_study, model)
+        squeezed = reported and _squeezed(frame, reported)
+        here = [] if squeezed else reported
+        wanted.append((f"Peak memory: {model}", frame, predicted, here))
+        if squeezed:
+            wanted.append(("Beside the case study", frame, [], reported))
+    with looks.figure(len(wanted), 3.9) as (fig, panels):
+        for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
+            for backend, line in looks.backends(frame):
+                good = line[line["median"].notna()]
+                colour, marker = looks.look(backend)
+                look = {"color": colour, "marker": marker, "label": backend, "zorder": 3}
+                axes.plot(good["x_value"], good["median"] / scale, **look)
+            for label, (tokens, mib) in predicted:
+                look = {"color": looks.look(label)[0], "label": f"predicted: {label}", "lw": 1.1}
+                axes.plot(tokens, np.asarray(mib, float) / scale, "--", **look)
+            for number, (label, (tokens, mib)) in enumerate(reported):
+                look = {"color": "#9a9a9a", "label": label, "lw": 1.2}
+                look["marker"] = "1234+x"[number % 6]
+                axes.plot(tokens, np.asarray(mib, float) / scale, ":", **look)
+            axes.set_xscale("log", base=2)
+            looks.log_axis(axes.yaxis)
+            _mark_failures(axes, frame)
+            axes.set(xlabel="T (tokens)", ylabel=f"peak memory ({unit})")
+            looks.title(axes, title)
+            ticks = [t for _, (tokens, _) in reported for t in tokens]
+            looks.plain_ticks(axes, [*frame["x_value"], *ticks])
+    return fig
+
+
+def exponents(df):
+    """Plot the exponent between neighbouring T: 1 is linear, 2 is quadratic."""
+    models = looks.models(looks.peaks(df, "step"))
+    with looks.figure(len(models), 3.2) as (fig, panels):
+        for axes, (model, frame) in zip(panels, models.items(), strict=True):
+            for backend, line in looks.backends(frame):
+                line = line[line["median"].notna()]
+                if len(line) < 2:
+                    continue
+                tokens = line["x_value"].to_numpy()
+                found = local_exponents(tokens, line["median"])
+                colour, marker = looks.look(backend)
+                middle = np.sqrt(tokens[1:] * tokens[:-1])
+                axes.plot(middle, found, color=colour, marker=marker, label=backend)
+            for level, name in ((1, "linear"), (2, "quadratic")):
+                axes.axhline(level, color="#9a9a9a", lw=0.9, ls="--", zorder=0)
+                look = {"ha": "right", "va": "bottom", "fontsize": 8, "color": GREY}
+                axes.annotate(name, (1, level), xycoords=("axes fraction", "data"), **look)
+            axes.set_xscale("log", base=2)
+            axes.set(xlabel="T (tokens)", ylabel="local exponent of peak memory")
+            looks.title(axes, f"Growth: {model}")
+            axes.set_ylim(min(-0.1, axes.get_ylim()[0]), max(2.3, axes.get_ylim()[1]))
+            looks.plain_ticks(axes, frame["x_value"])
+    return fig
+
+
+def categories(df, tokens: int | None = None):
+    """Plot the peak by category, stacked bars by backend, a panel per model, at `tokens` (default:
+    the largest T that every backend finished). df: rows whose metric is `memory_<category>`."""
+    rows = looks.over_tokens(df)
+    rows = rows[rows["metric"].str.startswith("memory_")]
+    rows = rows[(rows["mode"] == "step") & rows["median"].notna()]
+    if not len(rows):
+        raise ValueError("no rows of mode 'step' whose metric is memory_<category>")
+    rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
+    models = looks.models(rows)
+    unit, scale = _unit(df)
+    with looks.figure(len(models), 3.4) as (fig, panels):
+        for axes, (model, frame) in zip(panels, models.items(), strict=True):
+            at = tokens if tokens is not None else looks.largest_common(frame)
+            frame = frame[frame["x_value"] == at]
+            if not len(frame):
+                there = sorted(set(rows.x_value))
+                raise ValueError(f"no categories at T = {at}; there are {there}")
+            table = frame.pivot_table(
+                index="backend", columns="category", values="median", aggfunc="last", sort=False
+            ).fillna(0.0)
+            table = table.loc[[backend for backend, _ in looks.backends(frame)]] / scale
+            below = np.zeros(len(table))
+            for category, held in table.items():
+                colour, label = timeline.COLOURS.get(category), category.replace("_", " ")
+                look = {"color": colour, "label": label}
+                axes.bar(table.index, held, bottom=below, **look)
+                below += held.to_numpy()
+            axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.06 * below.max() or 1))
+            looks.title(axes, f"Peak by category: {model}, T = {at:.0f}")
+            axes.grid(False, axis="x")
+            axes.tick_params(axis="x", rotation=20)
+    return fig
+
+
+def through_a_step(rows: Sequence[Mapping], most: int = 4):
+    """Plot memory from a step's first allocation to its last, one panel per backend, by `rows` of
+    memory trials: the last model, at the largest T that all its backends finished, and the first
+    `most` of them."""
+    good = [row for row in rows if row.get("timeline")]
+    if not good:
+        return looks.nothing("No trial recorded the events of its step.")
+    model = good[-1]["preset"], good[-1]["layers"]
+    lines: dict[str, dict[int, Mapping]] = {}
+    for row in good:
+        if (row["preset"], row["layers"]) == model:
+            lines.setdefault(row["backend"], {})[row["tokens"]] = row["timeline"]
+    shared = set.intersection(*map(set, lines.values()))
+    names = [name for name in looks.LOOKS if name in lines][:most] if shared else list(lines)[-1:]
+    at = max(shared or lines[names[0]])
+    return timeline.timeline({f"{name}, T = {at}": lines[name][at] for name in names})
+
+
+def _unit(df) -> tuple[str, float]:
+    """Common unit of all panels: GiB if the highest peak is at least 2 GiB, else MiB."""
+    highest = df.loc[df["metric"] == "peak_memory", "median"].astype(float).max()
+    return ("GiB", MIB_PER_GIB) if highest >= 2 * MIB_PER_GIB else ("MiB", 1.0)
+
+
+def _curves(curves: Curves | None, model: str) -> list[tuple[str, Line]]:
+    """Curves for every panel, and those given under this panel's title."""
+    found = []
+    for name, curve in (curves or {}).items():
+        if not isinstance(curve, Mapping):
+            found.append((name, curve))
+        elif name == model:
+            found += curve.items()
+    return found
+
+
+def _squeezed(frame, curves: Sequence[tuple[str, Line]]) -> bool:
+    """Return True if these curves would leave our points less than two thirds of a log axis."""
+    ours = frame["median"].dropna().to_numpy(float)
+    theirs = np.concatenate([np.asarray(mib, float) for _, (_, mib) in curves])
+    return len(ours) and np.ptp(np.log([*ours, *theirs])) > 1.5 * np.ptp(np.log(ours))
+
+
+def _mark_failures(axes, frame) -> None:
+    """Draw crosses along the top edge, one row per backend, its outcomes beside them."""
+    failed = frame[frame["median"].isna()]
+    if not len(failed):
+        return
+    failing = [
+        (name, line["x_value"], [c.get("outcome", "failed") for c in metrics.configs(line)])
+        for name, line in looks.backends(failed)
+    ]
+    looks.crosses(axes, failing, frame["x_value"])
+    if frame["median"].notna().any():
+        # room for the crosses above the highest curve
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** (0.08 + 0.07 * len(failing)))

@@ -1,0 +1,222 @@
+"""A plan: a YAML file of notebooks x parameter grids, checked completely before anything runs.
+
+plan.schema.json beside this file defines the keys.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+from nsa.spelling import nearest
+from whyhung.cli import seconds
+from workbook.runs import environment, identity, parameters
+from workbook.runs.opening import Planned
+
+SCHEMA = Path(__file__).with_name("plan.schema.json")
+MOST = 100_000  # most jobs of a plan
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One job of a plan, before anything is written: a notebook with its parameters.
+
+    `planned` has the name of its run on this machine; `source` the hash of the code to run.
+    """
+
+    name: str  # from the list's entry, the grid's values and the repeat
+    question: str
+    planned: Planned
+    source: str
+    repeat: int = 1
+    repeats: int = 1
+    after: tuple[str, ...] = ()  # names of jobs
+    timeout_s: float | None = None
+    gpus: int | None = None
+    checked: bool = True  # its values were checked together; else its child does it
+
+    @property
+    def key(self) -> str:
+        """8 hex digits that distinguish it from others, also those with the same name."""
+        spec = [self.planned.notebook.stem, self.planned.full, self.repeat]
+        text = json.dumps(spec, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Jobs of a plan; `name` is the file's, and that of the batch's folder."""
+
+    name: str
+    path: Path
+    question: str
+    entries: list[Entry]
+    slurm: dict[str, Any] = field(default_factory=dict)
+
+
+def read_plan(
+    path: str | Path,
+    notebooks: str | Path = "notebooks",
+    slurm: dict[str, Any] | None = None,
+) -> Plan:
+    """Read the plan in a YAML file; settings in `slurm` override those below its `slurm:`.
+
+    ValueError names the file and the job: a wrong key, notebook, parameter or value, a duplicate
+    name, jobs that wait for each other, no job or more than 100,000.
+    """
+    path = Path(path)
+    content = parameters.read_file(path)
+    if slurm:
+        content["slurm"] = (content.get("slurm") or {}) | slurm
+    _check(path, content)
+    jobs = content["jobs"]
+    if (count := sum(map(size, jobs))) > MOST:
+        raise ValueError(f"{path} has {count:,} jobs, {MOST:,} are the most; make grids smaller")
+    found: dict[str, list[Entry]] = {}
+    expand = _Expander(path.parent, notebooks, content)
+    for number, job in enumerate(jobs, 1):
+        where = f"{path}, job {number} ({job['name']})"
+        if job["name"] in found:
+            raise ValueError(f"{where}: this name comes twice; give each job its own")
+        try:
+            found[job["name"]] = list(expand(job))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    names = {name: tuple(entry.name for entry in entries) for name, entries in found.items()}
+    _check_order(path, jobs, names)
+    entries = []
+    for job in jobs:
+        after = sum((names[one] for one in _several(job.get("after"))), ())
+        entries += [Entry(**vars(entry) | {"after": after}) for entry in found[job["name"]]]
+    asked: dict[tuple[str, int], Entry] = {}
+    for entry in entries:
+        same = asked.setdefault((entry.planned.name, entry.repeat), entry)
+        if same is not entry:
+            raise ValueError(
+                f"{path}: {entry.name} and {same.name} are the same run; leave one of them out, or "
+                "write `repeats: 2` where it is wanted twice"
+            )
+    question = " ".join(str(content.get("question", "")).split())
+    return Plan(path.stem, path, question, entries, content.get("slurm") or {})
+
+
+def size(job: dict[str, Any]) -> int:
+    """Number of runs from an entry of the list."""
+    return math.prod(map(len, job.get("grid", {}).values())) * job.get("repeats", 1)
+
+
+class _Expander:
+    """Expands the list's entries into jobs, with slow lookups once a notebook, not once a job."""
+
+    def __init__(self, folder: Path, notebooks: str | Path, defaults: dict[str, Any]):
+        self.folder, self.notebooks, self.defaults = folder, notebooks, defaults
+        self.snapshot = environment.snapshot()
+        self.known: dict[Path, tuple[dict[str, parameters.Parameter], str, Callable]] = {}
+
+    def __call__(self, job: dict[str, Any]) -> Iterator[Entry]:
+        notebook = identity.find_notebook(job["notebook"], self.notebooks)
+        if notebook not in self.known:
+            together = parameters.check_together(notebook)
+            declared = parameters.declared(notebook)
+            self.known[notebook] = declared, identity.source(notebook), together
+        declared, source, together = self.known[notebook]
+        whole = {key: self.defaults[key] for key in ("timeout", "gpus") if key in self.defaults}
+        whole |= job
+        options = {
+            "question": " ".join(job.get("question", "").split()),
+            "source": source,
+            "repeats": job.get("repeats", 1),
+            "timeout_s": seconds(whole["timeout"]) if "timeout" in whole else None,
+            "gpus": whole.get("gpus"),
+        }
+        fixed: dict[str, Any] = {}
+        for file in _several(job.get("file")):
+            fixed |= parameters.read_file(self.folder / file)
+        fixed |= job.get("parameters") or {}
+        grid = job.get("grid") or {}
+        if both := sorted({*grid} & {*(job.get("parameters") or {})}):
+            raise ValueError(f"{both[0]!r} stands in parameters and in grid; leave one of them out")
+        facts = self.snapshot
+        if options["gpus"] != 0:  # a job sees as many as it is assigned
+            facts = facts | {"gpus": facts["gpus"][: options["gpus"] or 1]}
+        for values in itertools.product(*grid.values()):
+            cell = dict(zip(grid, values, strict=True))
+            given = parameters.check(declared, fixed | cell)
+            full = parameters.filled(declared, given)
+            # Effects of a GPU can only be checked on a machine with one: the child does it there.
+            elsewhere = full.get("device") == "cuda" and not self.snapshot["gpus"]
+            if not elsewhere:
+                together(full)
+            run_id = identity.run_id(notebook, full, facts, source)
+            planned = Planned(notebook, given, full, facts, f"{notebook.stem}-{run_id}", source)
+            name = " ".join([job["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
+            for repeat in range(1, options["repeats"] + 1):
+                numbered = f"{name} #{repeat}" if options["repeats"] > 1 else name
+                yield Entry(
+                    numbered, planned=planned, repeat=repeat, checked=not elsewhere, **options
+                )
+
+
+def _word(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:6]
+    return text if len(text) <= 40 else f"{text[:32]}..{digest}"
+
+
+def _several(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
+
+
+def _check(path: Path, content: dict[str, Any]) -> None:
+    """Raise ValueError with the first violation of the schema, in words."""
+    import jsonschema
+
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    validator = jsonschema.Draft202012Validator(schema)
+    errors = sorted(
+        validator.iter_errors(content),
+        key=lambda error: (str(list(error.path)), error.validator != "additionalProperties"),
+    )
+    if not errors:
+        return
+    error, where = errors[0], str(path)
+    place = list(error.absolute_path)
+    if place[:1] == ["jobs"] and len(place) > 1:
+        job = content["jobs"][place[1]]
+        name = job.get("name") if isinstance(job, dict) else None
+        where += f", job {place[1] + 1}" + (f" ({name})" if name else "")
+    if error.validator == "additionalProperties":
+        known = error.schema["properties"]
+        wrong = next(key for key in error.instance if key not in known)
+        raise ValueError(f"{where}: unknown key {wrong!r}; {nearest(wrong, known, 0)}")
+    if error.validator == "required":
+        missing = next(key for key in error.validator_value if key not in error.instance)
+        raise ValueError(f"{where} has no {missing!r}")
+    keys = [key for key in place if isinstance(key, str)]
+    keys = [key for key in keys if key != "jobs" or len(place) == 1] or ["job"]
+    wants, rule = "", schema
+    for key in place:  # the innermost description is that of the key
+        below = rule.get("items") if isinstance(key, int) else rule.get("properties", {}).get(key)
+        rule = below or {}
+        wants = rule.get("description", wants)
+    raise ValueError(f"{where}: {'.'.join(keys)} is {error.instance!r}; it wants {wants}")
+
+
+def _check_order(path: Path, jobs: list[dict], names: dict[str, Any]) -> None:
+    waits = {job["name"]: _several(job.get("after")) for job in jobs}
+    for name, others in waits.items():
+        if unknown := [other for other in others if other not in names]:
+            near = nearest(unknown[0], names, 0)
+            raise ValueError(f"{path}: {name} is after {unknown[0]!r}, which is no job; {near}")
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        circle = ", ".join(name for name in waits if name in error.args[1])
+        raise ValueError(
+            f"{path}: these jobs wait for each other: {circle}; cut an `after`"
+        ) from None

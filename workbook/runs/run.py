@@ -1,0 +1,221 @@
+"""Run one notebook into a dated folder that records truthfully how it ends."""
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbook.lab.sweep import RUN_ENDS
+from workbook.runs import environment, identity, keep, parameters, report, store
+from workbook.runs.claim import VERDICTS
+from workbook.runs.files import write_notebook
+from workbook.runs.opening import Planned, open_folder
+from workbook.runs.record import load
+from workbook.runs.signals import Terminated, termination_is_an_exception
+
+CUT = ("interrupted", "terminated")  # from outside, and to be run again
+
+
+def plan_run(
+    name_or_path: str | Path,
+    given: dict[str, Any],
+    notebooks: str | Path = "notebooks",
+    checked: bool = False,
+) -> Planned:
+    """Plan the run of `run_notebook`. ValueError for a wrong name or parameter; `checked` skips the
+    check that the values are consistent, which may take long."""
+    notebook = identity.find_notebook(name_or_path, notebooks)
+    declared = parameters.declared(notebook)
+    given = parameters.check(declared, given)
+    full = parameters.filled(declared, given)
+    if not checked:
+        parameters.check_together(notebook)(full)
+    snapshot = environment.snapshot(full.get("seed"))
+    source = identity.source(notebook)
+    name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot, source)}"
+    return Planned(notebook, given, full, snapshot, name, source)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a run. `status`: ok, failed, timeout, killed or interrupted; `message`: why."""
+
+    folder: Path
+    status: str
+    stop_reason: str
+    seconds: float
+    cached: bool = False
+    verdicts: list[dict] = field(default_factory=list)
+    report: Path | None = None
+    message: str = ""
+
+    @property
+    def good(self) -> bool:
+        """True if it ran to its end, and no verdict is FAIL."""
+        return self.status == "ok" and store.overall(self.verdicts) != "FAIL"
+
+
+def run_notebook(
+    name_or_path: str | Path,
+    given: dict[str, Any] | None = None,
+    *,
+    root: str | Path = "runs",
+    timeout_s: float | None = None,
+    cell_timeout_s: float | None = None,
+    again: bool = False,
+    evidence: bool = False,
+    progress: bool = True,
+    ends_budgets: bool = True,
+    notebooks: str | Path = "notebooks",
+    pages: bool = True,
+    checked: bool = False,
+    began: Callable[[Path], None] = lambda folder: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> RunResult:
+    """Execute a notebook with `given` parameters into a new folder below `root`.
+
+    A run of the same id that reached its end is returned instead, whatever its verdicts, unless
+    `again`. The figures of a run that reached its end are copied to figures/ beside `root`. With
+    `evidence`, `environment.check_evidence` has to pass, and the trials that the run names are
+    kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError before
+    anything starts; later failures are the result. With `ends_budgets` the notebook measures only
+    as much as `timeout_s` leaves time for; without, it is cut. `began` is called with the new
+    folder before anything runs in it; without `pages` the report and the page of all runs are left
+    out; `checked` as in `plan_run`.
+    """
+    import papermill  # noqa: F401  where it is missing, nothing is to be written
+
+    root = Path(root)
+    for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
+        if limit_s is not None and not limit_s > 0:
+            raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
+    planned = plan_run(name_or_path, given or {}, notebooks, checked)
+    notebook, name = planned.notebook, planned.name
+    if evidence:
+        environment.check_evidence(notebook)
+    finished = [f for f in runs_of(root, name, evidence) if load(f).get("status") == "ok"]
+    if not again and finished:
+        earlier = finished[-1]
+        say(f"this run exists: {earlier} (run it again with --again)")
+        return _result(earlier, cached=True)
+    if planned.full.get("device") == "cuda":
+        store.find_machine("cuda")
+    folder, record = open_folder(root, planned, evidence=evidence)
+    began(folder)
+    say(f"running {notebook.stem} into {folder}")
+    stop_reason, message = "error", ""
+    try:
+        with termination_is_an_exception():
+            stop_reason, message = _execute(
+                planned, folder, timeout_s, cell_timeout_s, progress, ends_budgets
+            )
+    except Terminated:
+        stop_reason, message = "terminated", "the runner was asked to end (SIGTERM)"
+    except KeyboardInterrupt:
+        stop_reason, message = "interrupted", "the run was interrupted (Ctrl-C)"
+    except Exception as error:  # a run that cannot even start is recorded like any other
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        content = record.close(stop_reason, message)
+    if evidence:
+        say("\n".join(keep.trials(folder)))
+    # Failures to copy figures or to draw the report are printed, and have no other effect.
+    if content["status"] == "ok":
+        figures = root.parent / "figures"
+        try:
+            report.publish_figures(folder, root, figures)
+        except OSError as error:
+            say(f"no figures in {figures}: {error.strerror}")
+    try:
+        if pages:
+            report.render(folder)
+            report.index(root)
+    except Exception as error:
+        say(f"no report: {type(error).__name__}: {error}")
+    return _result(folder)
+
+
+def runs_of(root: str | Path, name: str, evidence: bool = False) -> list[Path]:
+    """Runs of this id, oldest first, also those named `<name>-2` and so on; with `evidence` only
+    those made as evidence."""
+    patterns = (f"*/{name}/record.json", f"*/{name}-*/record.json")
+    found = [path.parent for pattern in patterns for path in Path(root).glob(pattern)]
+    found = [folder for folder in found if load(folder).get("evidence") or not evidence]
+    return sorted(found, key=lambda folder: str(load(folder).get("started")))
+
+
+def _result(folder: Path, cached: bool = False) -> RunResult:
+    record, page = load(folder), folder / "report.html"
+    ended = [record[key] for key in ("status", "stop_reason", "seconds")]
+    verdicts, shown = store.Run(folder).verdicts(), page if page.is_file() else None
+    return RunResult(folder, *ended, cached, verdicts, shown, record.get("message", ""))
+
+
+def _execute(
+    planned: Planned, folder, timeout_s, cell_timeout_s, progress, ends_budgets
+) -> tuple[str, str]:
+    """Run papermill with our engine; returns the stop reason and the failure in one line."""
+    import nbformat
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+
+    from workbook.runs import engine
+
+    variables = os.environ | {"NSA_HEADLESS": "1", "NSA_RUN": str(folder.resolve())}
+    if timeout_s is not None and ends_budgets:
+        variables[RUN_ENDS] = str(time.monotonic() + timeout_s)
+    notebook, output = planned.notebook, folder / "notebook.ipynb"
+    message = ""
+    with contextlib.ExitStack() as files:
+        stdout, stderr, kernel = (
+            files.enter_context((folder / f"{key}.log").open("w", encoding="utf-8"))
+            for key in ("stdout", "stderr", "kernel")
+        )
+        try:
+            papermill.execute_notebook(
+                str(notebook),
+                str(output),
+                planned.given,
+                engine_name=engine.register(),
+                kernel_name="python3",
+                language="python",
+                progress_bar={"file": sys.stderr, "desc": notebook.stem} if progress else False,
+                stdout_file=stdout,
+                stderr_file=stderr,
+                kernel_log=kernel,
+                kernel_cwd=str(notebook.resolve().parent),
+                environment=variables,
+                on_output=_relay if progress else None,
+                timeout_s=timeout_s,
+                cell_timeout_s=cell_timeout_s,
+            )
+        except PapermillExecutionError as error:
+            message = f"{error.ename}: {error.evalue}"
+    executed = nbformat.read(output, as_version=4)
+    details = executed.metadata.papermill
+    # paths of the files depend on this machine
+    details.update(input_path=notebook.name, output_path=output.name)
+    write_notebook(output, executed)
+    stop_reason = details["stop_reason"]
+    if stop_reason in ("timeout", "kernel_died", "terminated", "interrupted"):
+        outputs = [o for cell in executed.cells for o in cell.get("outputs", [])]
+        errors = [o.evalue for o in outputs if o.output_type == "error"]
+        message = errors[-1] if errors else message
+    return stop_reason, message
+
+
+VERDICT = re.compile(rf"^(?:{'|'.join(VERDICTS)}): .*\n?", re.MULTILINE)
+
+
+def _relay(output) -> None:
+    """Print the notebook's output above the bar, and the lines of its progress; not its verdicts,
+    which are printed at the end."""
+    from tqdm import tqdm
+
+    if output.output_type == "stream":
+        tqdm.write(VERDICT.sub("", "".join(output.text)), file=sys.stderr, end="")

@@ -1,0 +1,236 @@
+"""`nsa site`: sources of all pages, written if they changed, and Sphinx over them."""
+
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbook.runs import age, environment, store
+from workbook.runs.files import write_atomically
+from workbook.runs.site import answers, data, pages
+
+HERE = Path(__file__).parent
+WORK = ".build"  # in the site's folder: sources, caches of Sphinx and of this module, a lock
+NEEDED = ("sphinx", "myst_nb", "sphinx_book_theme")
+RUN = re.compile(r"\]\((?:\.\./)?runs/(\d{4}-\d\d-\d\d/[\w.-]+)(?:/[\w./-]*)?\)")
+ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://|#|mailto:)([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Location of the site, number of its runs, and number of pages that were written anew."""
+
+    index: Path
+    runs: int
+    written: int
+    warnings: tuple[str, ...] = ()
+
+
+def build(
+    root: str | Path = "runs",
+    to: str | Path = "site",
+    *,
+    folders: Iterable[Path] | None = None,
+    docs: str | Path | None = None,
+) -> Site:
+    """Write the site of the runs below `root`, or of the given folders, into the folder `to`.
+
+    Pages of runs whose files did not change stay as they are. `docs`: a folder of Markdown that is
+    shown as well; by default the repository's. ValueError if `root` is no folder, `to` contains
+    something else, another build is running there, or Sphinx cannot be run.
+    """
+    root, to = Path(root), Path(to)
+    if not root.is_dir():
+        raise ValueError(f"{root} is no folder of runs; `nsa run` makes one, --runs names another")
+    if to.is_dir() and any(to.iterdir()) and not (to / WORK).is_dir():
+        raise ValueError(f"{to} holds files that no site has left there; name an empty folder")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{', '.join(missing)} is missing; pip install 'nsa[site]' brings it")
+    if docs is None:  # beside an installed package `docs` could belong to anyone
+        top = environment.PACKAGE.parent
+        docs = top / "docs" if (top / "pyproject.toml").is_file() else to / WORK / "no docs"
+    work = to / WORK
+    with _alone(work):
+        source = work / "source"
+        found = list(folders) if folders is not None else _folders(root)
+        runs = [data.collect(folder, root, work / "runs") for folder in found]
+        pairs = sorted(zip(runs, found, strict=True), key=lambda p: str(p[0]["started"]))[::-1]
+        written = sum(_run(run, folder, source, to) for run, folder in pairs)
+        runs = [run for run, _ in pairs]
+        names = _docs(Path(docs), source / "docs", {run["run"] for run in runs})
+        _tables(runs, names, source)
+        _forget({run["run"] for run in runs}, names, source, to, work)
+        warnings = _sphinx(source, to, work)
+    return Site(to / "index.html", len(runs), written, warnings)
+
+
+def _folders(root: Path) -> list[Path]:
+    """Folders of runs with a record, or without one but with a notebook."""
+    names = ("record.json", "notebook.ipynb")
+    return sorted({path.parent for name in names for path in root.glob(f"*/*/{name}")})
+
+
+@contextlib.contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        lock = (work / "lock").open("w")
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {work.parent} ({error.strerror}); name another: --to"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(
+                f"another `nsa site` is at work in {work.parent}; wait for it"
+            ) from None
+        yield
+
+
+def _write(path: Path, text: str) -> bool:
+    """Write a file if its text changed; an unchanged one keeps its date, which Sphinx compares."""
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+    return True
+
+
+def _run(run: dict, folder: Path, source: Path, to: Path) -> bool:
+    """Write a run's page, the data that comparisons load, its files; False if up to date."""
+    page = source / "runs" / f"{run['run']}.ipynb"
+    signed = page.with_suffix(".signature")
+    said = f"{run['signature']} {run['status']}"
+    script = to / "data" / f"{run['run'].replace('/', '__')}.js"
+    if signed.is_file() and signed.read_text() == said and page.is_file() and script.is_file():
+        return False
+    _write(page, pages.run_page(folder, run))
+    told = json.dumps({k: v for k, v in run.items() if k not in ("signature", "verdicts")})
+    name = json.dumps(run["run"])
+    _write(script, f"(window.nsaRuns = window.nsaRuns || {{}})[{name}] = {told};\n")
+    files = to / "files" / run["run"]
+    files.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.suffix in pages.FILES and path.is_file():
+            shutil.copyfile(path, files / path.name)
+    _write(signed, said)
+    return True
+
+
+def _tables(runs: list[dict], docs: list[str], source: Path) -> None:
+    """Write the front page, the tables of runs and of claims, the page of comparisons."""
+    books: dict[str, list[dict]] = {}
+    for run in runs:
+        counts = Counter(v["verdict"] for v in run["verdicts"])
+        words = [*store.VERDICTS, *sorted(set(counts) - {*store.VERDICTS})]
+        run["counts"] = {word: counts[word] for word in words if counts[word]}
+        run["order"] = words.index(run["verdict"]) if run["verdict"] in words else len(words)
+        run["age"] = _aged(run)
+        books.setdefault(run["notebook"], []).append(run)
+    books = dict(sorted(books.items()))
+    for same in books.values():
+        _set_apart(same)
+    choices = {
+        "notebook": list(books),
+        "verdict": sorted({run["verdict"] or "none" for run in runs}),
+        "GPU": sorted({device for run in runs for device in run["device"]}),
+    }
+    values = {"runs": runs, "books": books, "choices": choices, "docs": docs}
+    values["words"] = age.WORDS
+    for ask in (answers.speed, answers.training, answers.memory, answers.hung):
+        values[ask.__name__] = ask(runs)
+    for name in ("index", "runs", "claims", "compare"):
+        _write(source / f"{name}.md", pages.html(f"{name}.md.j2", **values))
+
+
+def _aged(run: dict) -> str:
+    """Changes since a run's commit; NSA_COMMIT's if set, as in `StoredRun.commit`."""
+    told = run["facts"].get("NSA_COMMIT") or run["commit"].partition("+")[0]
+    since = age.since(str(told))
+    if not since.known:
+        return "unknown"
+    return f"{since.commits} commits, +{since.added:,} -{since.removed:,} lines"
+
+
+def _set_apart(runs: list[dict]) -> None:
+    """For runs of one notebook, note in each, in words, the parameters unlike the others'."""
+    names = {
+        n: None for run in runs for n in run["parameters"] if n not in ("question", "predicts")
+    }
+    values = {name: [_said(run["parameters"].get(name)) for run in runs] for name in names}
+    usual = {name: Counter(of).most_common(1)[0][0] for name, of in values.items()}
+    for number, run in enumerate(runs):
+        own = {name: of[number] for name, of in values.items() if of[number] != usual[name]}
+        run["apart"] = ", ".join(f"{name} {value}" for name, value in list(own.items())[:3])
+
+
+def _said(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 48 else text[:45] + "..."
+
+
+def _docs(folder: Path, target: Path, runs: set[str]) -> list[str]:
+    """Copy the documents, with links that lead to pages of the site or become text."""
+    pages = {path.stem: path for path in sorted(folder.glob("*.md"))}
+    if (hangs := folder.parent / "whyhung" / "README.md").is_file():
+        pages["hangs"] = hangs
+    figures = folder.parent / "figures"
+    there = {f"{name}.md" for name in pages}
+    for name, path in pages.items():
+        text = path.read_text(encoding="utf-8")
+        text = RUN.sub(lambda m: f"](../runs/{m[1]}.ipynb)" if m[1] in runs else m[0], text)
+
+        def link(found: re.Match) -> str:
+            address = found[2].partition("#")[0]
+            known = address in there or address.startswith("../runs/")
+            return found[0] if known and address.endswith((".md", ".ipynb")) else found[1]
+
+        _write(target / f"{name}.md", ELSEWHERE.sub(link, text))
+        for picture in re.findall(r"!\[[^\]]*\]\(\.\./figures/([\w.-]+)\)", text):
+            if (figures / picture).is_file():
+                copy = target.parent / "figures" / picture
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                if not copy.is_file() or copy.read_bytes() != (figures / picture).read_bytes():
+                    shutil.copyfile(figures / picture, copy)
+    return list(pages)
+
+
+def _forget(runs: set[str], docs: list[str], source: Path, to: Path, work: Path) -> None:
+    """Remove pages of runs and documents that no longer exist."""
+    for page in source.glob("runs/*/*.ipynb"):
+        name = page.relative_to(source / "runs").with_suffix("").as_posix()
+        if name not in runs:
+            flat = name.replace("/", "__")
+            page.with_suffix(".signature").unlink(missing_ok=True)
+            for path in (page, to / "runs" / f"{name}.html", to / "data" / f"{flat}.js",
+                         work / "runs" / f"{flat}.json"):  # fmt: skip
+                path.unlink(missing_ok=True)
+            shutil.rmtree(to / "files" / name, ignore_errors=True)
+    for page in source.glob("docs/*.md"):
+        if page.stem not in docs:
+            page.unlink()
+            (to / "docs" / f"{page.stem}.html").unlink(missing_ok=True)
+
+
+def _sphinx(source: Path, to: Path, work: Path) -> tuple[str, ...]:
+    """Run Sphinx in its own process; return its warnings. ValueError with its output on failure."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-j", "auto", "-c", str(HERE)]
+    command += ["-d", str(work / "doctrees"), str(source), str(to)]
+    places = [str(environment.PACKAGE.parent), os.environ.get("PYTHONPATH")]
+    with_us = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    done = subprocess.run(command, capture_output=True, text=True, env=with_us)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode:
+        raise ValueError("Sphinx could not build the site: " + " / ".join(lines[-3:]))
+    return tuple(line.replace(f"{source.resolve()}/", "") for line in lines)
