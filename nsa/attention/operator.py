@@ -123,8 +123,7 @@ def plain_backward(backward: Callable) -> Callable:
 
 def _refuse(*_: Any) -> None:
     raise RuntimeError(
-        "this backend has no second derivative (create_graph=True); "
-        "backend='masked' and 'sequential' have one"
+        "this backend has no second derivative (create_graph=True); backend='masked' has one"
     )
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from torch import Tensor
 
-from nsa.attention import measured, transforms
+from nsa.attention import known, measured, transforms
 from nsa.attention.inputs import Inputs
 from nsa.spelling import nearest
 
@@ -50,28 +50,24 @@ class Backend:
         return self.why_not(inputs)
 
 
-# Order of preference of `auto` for shapes that were not measured.
-_MODULES = ("triton", "flash", "flex", "packed", "gather", "sdpa", "masked", "sequential")
-
-
 def backends() -> tuple[Backend, ...]:
     """Every backend, in the order in which `auto` prefers them."""
-    return tuple(_load(name) for name in _MODULES)
+    return tuple(_load(name) for name in known.MODULES)
 
 
 def names() -> list[str]:
     """The backends' names, in order of preference."""
-    return list(_MODULES)
+    return list(known.MODULES)
 
 
 def check_name(name: str) -> str:
     """Return `name` if it is "auto", a backend or a variant such as "sdpa:math"; else ValueError
     with the nearest name."""
     backends()
-    known = ["auto", *_loaded]
-    if name in known:
+    every = ["auto", *_loaded]
+    if name in every:
         return name
-    raise ValueError(f"backend {name!r} is unknown; {nearest(name, known)}")
+    raise ValueError(f"backend {name!r} is unknown; {nearest(name, every)}")
 
 
 def get(name: str) -> Backend:
@@ -86,10 +82,14 @@ _loaded: dict[str, Backend] = {}
 
 
 def _load(name: str) -> Backend:
-    if name not in _loaded:
-        module = import_module(f"nsa.attention.backends.{name}")
-        for backend in (module.BACKEND, *getattr(module, "VARIANTS", ())):
-            _loaded[backend.name] = backend
+    return _loaded[name] if name in _loaded else load(name)
+
+
+def load(name: str) -> Backend:
+    """Import a known backend's module, and return the backend."""
+    module = import_module(known.MODULES[name])
+    for backend in (module.BACKEND, *getattr(module, "VARIANTS", ())):
+        _loaded[backend.name] = backend
     return _loaded[name]
 
 

@@ -15,7 +15,7 @@ from test_imports import dotted_name, imports_of, plant
 LINES = {
     "nsa/reference": (540, 550),
     "nsa/kernels": (7747, 6550),
-    "nsa/attention": (4077, 3000),
+    "nsa/attention": (3972, 3000),
     "nsa/model": (4261, 3600),
     "nsa/hf": (1227, 1230),
     "nsa/recipes": (328, 330),

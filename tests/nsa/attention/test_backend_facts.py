@@ -1,6 +1,7 @@
 """Facts that hold for each backend, or that tell them apart, whatever the reference says."""
 
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ from backend_calls import DEVICE, FAST, NAMES, WITH_GRADIENT, attend
 from cases import EVEN, ODD, SMALL, TINY, Case, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.attention import registry, witness
+from nsa.attention import known, registry, witness
 from nsa.attention.api import explain, nsa_attention
 from nsa.attention.backends import triton
 from nsa.attention.backends.flex import selection_tiles, span_tiles
@@ -328,9 +329,9 @@ def test_on_a_cpu_torch_has_no_memory_efficient_kernel_and_says_so():
 
 
 def test_auto_never_takes_the_exhibit(monkeypatch):
-    known = [replace(b, why_not=lambda x: ["busy"]) for b in registry.backends()]
-    known[-1] = registry.get("sequential")
-    monkeypatch.setattr(registry, "backends", lambda: known)
+    busy = [replace(b, why_not=lambda x: ["busy"]) for b in registry.backends()]
+    busy[-1] = registry.get("sequential")
+    monkeypatch.setattr(registry, "backends", lambda: busy)
     args, kwargs = draw(Case(5), torch.float32).arguments()
     with pytest.raises(ValueError, match=r"(?s)no backend takes.*gather: busy.*an exhibit"):
         nsa_attention(*args, **kwargs)
@@ -456,7 +457,7 @@ def test_the_control_makes_one_and_is_seen(backend):
 
 @pytest.mark.parametrize("backend", registry.names())
 def test_a_backend_that_holds_t_times_t_says_so_and_no_other_claims_to(backend):
-    module = __import__(f"nsa.attention.backends.{backend}", fromlist=["BACKEND"])
+    module = import_module(known.MODULES[backend])
     says = " ".join(module.__doc__.split())
     assert says.startswith(f"{backend}:")
     if registry.get(backend).quadratic:

@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa.attention import span
-from nsa.attention.backends import gather, packed, sequential
+from nsa.attention.backends import gather, packed
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.train import Trainer, check_capturable
+from workbook.lab import sequential
 from workbook.lab.estimate import operators, ranks
 from workbook.lab.estimate.libraries import round_up
 from workbook.lab.estimate.pretend import DEVICE, Gpu, Quick, pretended

@@ -73,7 +73,7 @@ SELECTED = "tests/nsa/kernels/test_selected.py::"
 TOPK = "tests/nsa/kernels/test_topk.py::"
 CHECKPOINT = "tests/nsa/model/test_checkpoint.py::"
 COMPRESS = "tests/nsa/kernels/test_compress.py::"
-SEQUENTIAL = "nsa/attention/backends/sequential.py"
+SEQUENTIAL = "workbook/lab/sequential.py"
 
 MUTANTS = {
     "one-query-causal": Mutant(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nsa.attention.backends import sequential
+from workbook.lab import sequential
 from workbook.lab.estimate import search, trace
 from workbook.lab.estimate.estimate import estimate, largest
 from workbook.lab.estimate.pretend import gpu_named
