@@ -45,24 +45,22 @@ def test_every_moved_module_is_there():
 
 
 def test_a_stored_spec_runs_the_subject_where_it_is_now():
-    spec = Spec.from_dict({"subject": "workbook.lab.exhibits.subject:make", "steps": 2})
+    spec = Spec.from_dict({"subject": "nsa.lab.exhibits.subject:make", "steps": 2})
     assert spec.subject == "workbook.rooms.case_study.loop.subject:make"
 
 
 def test_what_never_moved_stays_as_it_is():
-    for entry in ("my.module:make", "workbook.lab.plansx:make", "whyhung.process.ranks:launch"):
+    for entry in ("my.module:make", "nsa.labs.plans:make", "whyhung.process.ranks:launch"):
         assert renamed.current(entry) == entry
-    assert (
-        renamed.current("workbook.lab.plans.calibration:make")
-        == "workbook.lab.search.calibration:make"
-    )
+    now = renamed.current("nsa.lab.plans.calibration:make")
+    assert now == "workbook.lab.search.calibration:make"
 
 
 @pytest.mark.processes
 def test_every_entry_that_a_committed_run_names_is_found():
     found = set()
     for file in tracked("runs/**/*.json").values():
-        found |= set(re.findall(r"\b(?:nsa|whyhung)\.[a-z_.]+:[a-z_]+", file.read_text()))
+        found |= set(re.findall(r"\b(?:nsa|whyhung|workbook)\.[a-z_.]+:[a-z_]+", file.read_text()))
     for entry in found:
         module, _, name = renamed.current(entry).partition(":")
         assert hasattr(importlib.import_module(module), name), entry
