@@ -44,6 +44,16 @@ def figures(arguments) -> int:
     target.mkdir(parents=True, exist_ok=True)
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
     for name, rule in rules.items():
+        if "records" in rule:
+            found = records(rule, Path(arguments.runs))
+            if found:
+                drawn[name] = found
+                files = draw_records(name, rule, found, target)
+                print(f"{name}: {', '.join(map(str, files))} of {len(found)} records")
+            else:
+                missing[name] = rule
+                print(f"{name}: no record {rule['records']} in {arguments.runs}; {rule['command']}")
+            continue
         run = next((run for run in stored.of(rule["notebook"]) if fits(run, rule)), None)
         if run is None:
             missing[name] = rule
@@ -104,6 +114,27 @@ def draw(name: str, rule: dict, run, target: Path) -> list[Path]:
         plt.close(figure)
 
 
+def records(rule: dict, runs: Path) -> list[Path]:
+    """Return the records beside the runs whose names fit the rule's pattern, oldest first."""
+    return sorted(runs.glob(f"*/{rule['records']}.json"))
+
+
+def draw_records(name: str, rule: dict, files: list[Path], target: Path) -> list[Path]:
+    """Draw the figure of records, and return its files."""
+    import json
+
+    import matplotlib.pyplot as plt
+
+    from workbook.runs import looks
+
+    figure = _named(rule["plot"])([json.loads(file.read_text(encoding="utf-8")) for file in files])
+    try:
+        source = f"records {', '.join(file.stem for file in files)}"
+        return looks.write(figure, target, name, source, ("png", "svg"))
+    finally:
+        plt.close(figure)
+
+
 def _named(place: str):
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
@@ -118,11 +149,17 @@ def page(rules: dict, drawn: dict, missing: dict, runs: str, target: Path) -> st
 
     lines = [HEAD.format(rules=to(RULES))]
     for name, rule in rules.items():
-        folder = drawn[name].folder
-        told = Run(folder).source().partition(", ")[2]
-        lines += [f"## {rule['title']}\n", f"![{rule['shows']}]({name}.svg)\n",
-                  f"{rule['read_it']} [PNG]({name}.png)\n",
-                  f"[{folder.name}]({to(folder)}), {told}; `{rule['command']}`\n"]  # fmt: skip
+        if "records" in rule:
+            of = ", ".join(f"[{file.stem}]({to(file)})" for file in drawn[name])
+        else:
+            folder = drawn[name].folder
+            of = f"[{folder.name}]({to(folder)}), {Run(folder).source().partition(', ')[2]}"
+        lines += [
+            f"## {rule['title']}\n",
+            f"![{rule['shows']}]({name}.svg)\n",
+            f"{rule['read_it']} [PNG]({name}.png)\n",
+            f"{of}; `{rule['command']}`\n",
+        ]
     if missing:
         lines += ["## Not drawn\n"]
         lines += [f"- {rule['title']} Wants `{rule['command']}`." for rule in missing.values()]

@@ -156,6 +156,26 @@ def write(fig, folder, name: str, source: str, kinds: Sequence[str] = ("svg",)) 
     return files
 
 
+def at_end(axes, x: float, y: float, text: str, colour: str, above: bool = False) -> None:
+    """Write a line's name beside its last point, moved down until no other name is there; or
+    `above` it, for a line that ends before others."""
+    look = {"textcoords": "offset points", "fontsize": 8, "color": colour, "annotation_clip": False}
+    if above:
+        axes.annotate(text, (x, y), xytext=(0, 7), ha="right", **look)
+        return
+    taken = [there.xyann[1] + _height(axes, there.xy[1]) for there in axes.texts]
+    wanted = level = _height(axes, y)
+    step = 9.0  # points
+    while any(abs(level - other) < step for other in taken):
+        level -= 1.0
+    axes.annotate(text, (x, y), xytext=(6, level - wanted), va="center", **look)
+
+
+def _height(axes, y: float) -> float:
+    """Height of a value above the foot of the figure, in points."""
+    return axes.transData.transform((1, y))[1] * 72 / axes.figure.dpi
+
+
 def from_zero(axes) -> None:
     """Start the y axis at 0, with a twentieth of it free above the data."""
     top = axes.dataLim.y1  # -inf where nothing is drawn

@@ -20,6 +20,45 @@ def latency(df, *, note: str = ""):
     return _over_tokens(df, "latency", "time of a call (ms)", note)
 
 
+def headline(df, *, note: str = ""):
+    """Plot the time of forward and backward against T in one panel, for a talk.
+
+    The shape with the most lengths, on random queries: NSA's kernels, every other implementation
+    that was measured, and the physical limits, each with its name at its end, and its time there
+    as a multiple of `triton`'s. Raises ValueError without such rows.
+    """
+    rows = table.rows_of(df, "latency", "step")
+    rows = _measured(rows[rows["queries"] == "random"])
+    if rows["backend"].isin(LIMIT_LOOKS).all():
+        raise ValueError("no rows of latency of mode step on random queries")
+    shape = rows.groupby("shape", sort=False)["x_value"].nunique().idxmax()
+    rows = rows[rows["shape"] == shape]
+    with looks.figure(1, 4.2) as (fig, (axes,)):
+        fig.set_figwidth(8.4)
+        named = []
+        for backend, line in looks.backends(rows):
+            _line(axes, backend, line.sort_values("x_value"), metrics.on_gpu(rows))
+            last = line.sort_values("x_value").iloc[-1]
+            colour = LIMIT_LOOKS[backend][0] if backend in LIMIT_LOOKS else looks.look(backend)[0]
+            named.append((last["x_value"], last["median"], backend, colour))
+        looks.title(axes, f"Forward and backward of one call, {shape}", note)
+        axes.set(xlabel="T (tokens)", ylabel="time (ms)")
+        axes.set_xscale("log", base=2)
+        looks.log_axis(axes.yaxis)
+        looks.plain_ticks(axes, rows["x_value"])
+        longest = max(x for x, *_ in named)
+        there = {backend: y for x, y, backend, _ in named if x == longest}
+        ours = there.get("triton")
+        for x, y, backend, colour in sorted(named, key=lambda each: -each[1]):
+            name = LIMIT_LOOKS.get(backend, ("", backend))[1]
+            if ours and x == longest and backend != "triton":
+                name += f": {y / ours:.2g} x"
+            looks.at_end(axes, x, y, name, colour, above=x < longest)
+        for line in axes.lines:
+            line.set_label(f"_{line.get_label()}")  # named at their ends
+    return fig
+
+
 def memory(df, *, note: str = ""):
     """Plot peak memory beyond inputs and outputs against T, with panels as in `latency`."""
     return _over_tokens(df, "peak_memory", "memory beyond inputs and outputs (MiB)", note)

@@ -1,4 +1,4 @@
-"""Figures of the selfcheck, in the common style."""
+"""Figures of the selfcheck and of the hang benchmark, in the common style."""
 
 from collections.abc import Sequence
 
@@ -61,3 +61,65 @@ def latency(rows: Sequence[Judged]):
         axes.set(xlabel="time since the last progress (s)", ylabel="certified (%)")
         looks.title(axes, "How soon a hang has its certificate", "dotted: the aims")
     return fig
+
+
+def benchmark(records: Sequence[dict]):
+    """Plot records of the hang benchmark: hangs reported over time, and what was right of them.
+
+    Solid are the programs that the rules were made with, dashed those written afterwards. Runs by
+    `whyhung watch` count; a record without a hang counts with its healthy runs alone.
+    """
+    found: dict[str, list[dict]] = {}
+    for record in records:
+        rows = [row for row in record["rows"] if row["tool"] == "nsa" and row["valid"]]
+        found.setdefault(_place(record["device"]), []).extend(rows)
+    with looks.figure(2, 3.2) as (fig, (left, right)):
+        for number, (place, rows) in enumerate(found.items()):
+            colour, _ = looks.series(number)
+            for which, dashes in (("first", "-"), ("late", "--")):
+                hangs = [r for r in rows if not r["healthy"] and r["set"] == which]
+                after = sorted(row["seconds"] for row in hangs if row["told"])
+                if not hangs:
+                    continue
+                share = [100 * n / len(hangs) for n in range(len(after) + 1)]
+                name = (
+                    f"{place}: {len(after)} of {len(hangs)}{', written late' * (which == 'late')}"
+                )
+                left.step([0, *after], share, dashes, where="post", color=colour, label=name)
+            _counts(right, number, len(found), place, rows, colour)
+        left.set(xlabel="seconds since the hang began", ylabel="hangs reported (%)", ylim=(0, 105))
+        left.set_xlim(0, None)
+        looks.title(left, "Hangs reported")
+        looks.title(right, "Of all hangs, and of healthy runs")
+        right.set(xlim=(0, 100), xlabel="%", ylim=(3.6, -0.6))
+        right.set_yticks(range(4), ["in time", "right kind", "function named", "healthy accused"])
+    return fig
+
+
+def _counts(axes, number: int, of: int, place: str, rows: Sequence[dict], colour: str) -> None:
+    """Draw a place's bars: each a part of its hangs, the last of its healthy runs."""
+    hangs = [row for row in rows if not row["healthy"]]
+    healthy = [row for row in rows if row["healthy"]]
+    timely = [row for row in hangs if row["told"] and row["seconds"] <= row["within"]]
+    told = [row for row in hangs if row["told"]]
+    bars = [(timely, hangs), ([row for row in told if row["right"]], hangs),
+            ([row for row in told if row["line"]], hangs),
+            ([row for row in healthy if row["told"]], healthy)]  # fmt: skip
+    height = 0.8 / of
+    for level, (some, every) in enumerate(bars):
+        where, share = level + (number - (of - 1) / 2) * height, len(some) / max(1, len(every))
+        axes.barh(where, 100 * share, height, color=colour)
+        inside = share > 0.5
+        axes.text(
+            100 * share + (-1.5 if inside else 1.5), where, f"{len(some)} of {len(every)}",
+            ha="right" if inside else "left", va="center", fontsize=7,
+            color="white" if inside else "black",
+        )  # fmt: skip
+
+
+def _place(device: str) -> str:
+    """Device of a record in a few words: "two H100", "CPU"."""
+    if "NVIDIA" not in device:
+        return "CPU"
+    count, _, model = device.partition(",")[0].partition(" NVIDIA ")
+    return f"{count} {model.split()[0]}"

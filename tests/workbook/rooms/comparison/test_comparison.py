@@ -1,5 +1,6 @@
 """The comparison notebook's sentences, tables and figures, on cells made to deserve them."""
 
+import itertools
 from dataclasses import replace
 
 import matplotlib
@@ -299,6 +300,19 @@ def test_each_kind_of_queries_and_each_shape_has_panels_of_its_own():
     assert len(titles) == 6 and sum("correlated" in t for t in titles) == 2
     assert sum("HKV 16" in t for t in titles) == 2
     assert len(plots.of_limit(df).axes) == 6
+
+
+def test_the_headline_names_each_line_at_its_end_with_its_multiple_of_tritons_time():
+    cells = [*over_tokens(), *over_tokens("packed", 3e-4)]
+    for one in cells:
+        one["latency_ms"]["step"] = one["latency_ms"]["forward"]
+    (axes,) = plots.headline(frame(*cells)).axes
+    said = [text.get_text() for text in axes.texts]
+    assert "triton" in said and "packed: 3 x" in said
+    heights = sorted(text.xyann[1] + looks._height(axes, text.xy[1]) for text in axes.texts)
+    assert all(b - a >= 8.5 for a, b in itertools.pairwise(heights)), "no name on another"
+    with pytest.raises(ValueError, match="on random queries"):
+        plots.headline(frame(*over_tokens()))  # no step was timed
 
 
 def test_shares_of_the_limit_begin_at_0_unless_one_would_be_lost_there():
