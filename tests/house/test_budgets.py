@@ -22,9 +22,9 @@ LINES = {
     "nsa": (18400, 15500),
     "workbook/lab": (12769, 6500),
     "workbook/runs": (6542, 4700),
-    "workbook/rooms": (19532, 9500),
+    "workbook/rooms": (19375, 9500),
     "workbook/cli": (1847, 1150),
-    "workbook": (40700, 25000),
+    "workbook": (40533, 25000),
     "whyhung": (12475, 8500),
     "tests": (62410, 34000),
 }
