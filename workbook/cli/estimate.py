@@ -3,14 +3,12 @@
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa.spelling import nearest, settings
 from workbook.cli.options import GOOD, command, of_model
 from workbook.cli.train import OTHER_TOKENS, TOKENS
-
-if TYPE_CHECKING:
-    from workbook.lab.training import TrainingSpec
+from workbook.lab.training import TrainingSpec
 
 EXAMPLE = "tokens=2048"
 
@@ -18,10 +16,8 @@ EXAMPLE = "tokens=2048"
 def add(commands) -> None:
     """Add the parser."""
     made = command(commands, estimate, "--runs", "--json")
-    text = (
-        "preset, tokens, batch, layers, backend, precision, checkpoint, attention, compile, "
-        "cuda_graph, ranks, parallel, device, or a field of the model's config, as nsa.window=64"
-    )
+    names = ", ".join(name for name in TrainingSpec.__dataclass_fields__ if name != "changes")
+    text = f"{names}, or a field of the model's config, as nsa.window=64"
     made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=text)
     text = "of device=cuda: its name or a part of it; default: %(default)s"
     made.add_argument("--gpu", default="NVIDIA H200", metavar="NAME", help=text)
@@ -71,12 +67,11 @@ def estimate(arguments) -> int:
     return GOOD
 
 
-def spec_of(given: dict[str, Any]) -> "TrainingSpec":
+def spec_of(given: dict[str, Any]) -> TrainingSpec:
     """TrainingSpec from the settings of the command line. A name that is no field of TrainingSpec
     is a field of the model's config. ValueError for settings that could not be run."""
     from nsa.config import NSAConfig
     from nsa.model.config import ModelConfig
-    from workbook.lab.training import TrainingSpec
 
     preset = given.get("preset", "production")
     usual = {"preset": preset, "tokens": TOKENS.get(preset, OTHER_TOKENS), "device": "cuda"}

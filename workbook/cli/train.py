@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nsa.spelling import settings
 from workbook.cli.options import BAD_INPUT, FAILED, GOOD, SEVERAL, command, of_model, share, words
 from workbook.lab.observers.deferred import SAMPLED
+from workbook.lab.training import TrainingSpec
 
 if TYPE_CHECKING:
     from workbook.rooms.training.job import Job
@@ -39,7 +40,10 @@ def add(commands) -> None:
     )
     option("--data", default="text", metavar="DATA", help=text)
     option("--steps", type=int, default=100, help="how many, those of --resume included")
-    option("--batch", type=int, default=8, help="sequences a step, of all ranks together")
+    told = {
+        name: field.metadata["help"] for name, field in TrainingSpec.__dataclass_fields__.items()
+    }
+    option("--batch", type=int, default=8, help=told["batch"])
     option("--tokens", type=int, help="T; by default what the preset is made for")
     option("--lr", type=float, default=1e-3, help="learning rate")
     option("--min-lr", type=float, default=0.0, help="where a cosine ends")
@@ -49,10 +53,10 @@ def add(commands) -> None:
     option("--precision", choices=("fp32", "bf16", "fp16"), help="bf16 on a GPU, fp32 without")
     option("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step")
     option("--checkpoint", metavar="LAYERS", help="recompute these in the backward: all or 2:8")
-    option("--compile", action="store_true", help="torch.compile of each block")
-    option("--cuda-graph", action="store_true", help="the whole step as one CUDA graph")
+    option("--compile", action="store_true", help=told["compile"])
+    option("--cuda-graph", action="store_true", help=told["cuda_graph"])
     share(made, "--device")
-    option("--seed", type=int, default=1337, help="of the weights and of the data")
+    option("--seed", type=int, default=1337, help=told["seed"])
     option("--ranks", type=int, metavar="N", help="start so many processes on this host")
     option("--port", type=int, help="where they meet; by default a free one")
     text = "ddp with --ranks, else none"

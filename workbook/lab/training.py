@@ -6,7 +6,7 @@ invalid combinations are rejected here, in one place.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from nsa.spelling import choice, nearest, pair
@@ -17,13 +17,15 @@ if TYPE_CHECKING:  # a table of cells loads no torch
     from nsa.model.train import Trainer
     from nsa.model.train_config import TrainConfig
 
-CHOICES = {
-    "attention": ("nsa", "dense"),
-    "parallel": ("none", "ddp", "fsdp"),
-    "device": ("cpu", "cuda"),
-    "data": ("text", "synthetic"),
-}
 OWN = {"attention", "layers", "backend", "checkpoint"}  # ModelConfig fields that a spec sets itself
+
+
+def setting(told: str, default: Any = MISSING, **limits: Any) -> Any:
+    """Field of a spec: what it is, its default, and `least` or `choices`, which limit its values.
+
+    Factors of trials and options of commands take all three from here.
+    """
+    return field(default=default, metadata={"help": told} | limits)
 
 
 @dataclass(frozen=True)
@@ -33,31 +35,39 @@ class TrainingSpec:
     Raises ValueError for anything that cannot run; the message names valid values.
     """
 
-    preset: str
-    tokens: int  # T
-    attention: str = "nsa"  # "dense": the dense baseline of the model, nsa.model.presets.dense_twin
-    backend: str = "auto"  # attention backend; with "dense" one of dense attention
-    batch: int = 1  # sequences of one step of the whole job, all ranks together
-    layers: int | None = None  # None: the preset's own number
-    precision: str = "fp32"  # "bf16" is autocast over fp32 weights
-    checkpoint: str = ""  # layers recomputed in the backward, see ModelConfig
-    compile: bool = False
-    cuda_graph: bool = False
-    ranks: int = 1
-    parallel: str = "none"  # how ranks train together
-    device: str = "cpu"
-    data: str = "text"  # the standard library's sources, or seeded tokens
-    seed: int = 1337  # draws the weights
-    changes: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
+    preset: str = setting("the model, one of nsa.model.presets")
+    tokens: int = setting("T, tokens of a sequence", least=1)
+    # "dense": the dense baseline of the model, nsa.model.presets.dense_twin
+    attention: str = setting("of every layer", "nsa", choices=("nsa", "dense"))
+    backend: str = setting("of all branches, or of dense attention", "auto")
+    batch: int = setting("sequences a step, of all ranks together", 1, least=1)
+    layers: int | None = setting("none: the preset's", None)
+    precision: str = setting("bf16 and fp16 are autocast over fp32 weights", "fp32")
+    checkpoint: str = setting("layers recomputed in the backward: '', all or 2:8", "")
+    compile: bool = setting("torch.compile of each block", False)
+    cuda_graph: bool = setting("the whole step as one CUDA graph", False)
+    ranks: int = setting("processes, started by torchrun when there are several", 1, least=1)
+    parallel: str = setting("of several ranks", "none", choices=("none", "ddp", "fsdp"))
+    device: str = setting("where", "cpu", choices=("cpu", "cuda"))
+    data: str = setting(
+        "Python's own sources, or random bytes", "text", choices=("text", "synthetic")
+    )
+    seed: int = setting("of weights and data", 1337, least=0)
+    changes: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "further fields of the model's config, as {phi: mlp}"},
+    )
 
     def __post_init__(self) -> None:
         from nsa.model.parallel import Parallel
 
-        check_whole(self, {"tokens": 1, "batch": 1, "ranks": 1, "seed": 0})
-        check_switch(self, "compile")
-        check_switch(self, "cuda_graph")
-        for name, known in CHOICES.items():
-            choice(name, getattr(self, name), known)
+        for name, known in TrainingSpec.__dataclass_fields__.items():
+            if "least" in known.metadata:
+                check_whole(self, {name: known.metadata["least"]})
+            elif "choices" in known.metadata:
+                choice(name, getattr(self, name), known.metadata["choices"])
+            elif known.default is False:
+                check_switch(self, name)
         if self.ranks > 1 and self.parallel == "none":
             raise ValueError(f"ranks={self.ranks} need parallel='ddp' or 'fsdp'")
         Parallel("ddp", ranks=self.ranks).rows(self.batch)
@@ -107,6 +117,10 @@ class TrainingSpec:
         """Inverse of `to_dict`. ValueError for an unknown field, naming the nearest."""
         check_fields(cls, values, "a cell", needed=("preset", "tokens"))
         return cls(**values)
+
+    def __str__(self) -> str:
+        batch = f" batch {self.batch}" * (self.batch != 1)
+        return self.told(self.backend, f"T={self.tokens} {self.precision} {self.device}{batch}")
 
     def told(self, name: str, size: str, switches: Iterable[str] = ()) -> str:
         """One line: the preset, `name`, `size`, and all non-default settings."""

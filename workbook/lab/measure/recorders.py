@@ -242,16 +242,26 @@ def cross_check(statistics: int, history: int | None, missing: str = "") -> dict
 
 def recorded_step(trainer: Any) -> tuple[Tensor, Recorder]:
     """Run one more step of a Trainer with a recorder added; return (loss, recorder)."""
-    before = trainer.observers
-    with recorder_for(
-        trainer.device, training_tensors(trainer.model, trainer.optimizer)
-    ) as recorder:
-        trainer.observers = (*before, recorder)
-        try:
-            loss = trainer.step(trainer.steps_done)
-        finally:
-            trainer.observers = before
+    watched = training_tensors(trainer.model, trainer.optimizer)
+    with recorder_for(trainer.device, watched) as recorder, observed(trainer, recorder):
+        loss = trainer.step(trainer.steps_done)
     return loss, recorder
+
+
+def observed(trainer: Any, *more: Any) -> AbstractContextManager[None]:
+    """Context in which a Trainer has these observers beside its own."""
+    return changed(trainer, "observers", (*trainer.observers, *more))
+
+
+@contextmanager
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which an attribute of `owner` has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def live_cpu_storages() -> dict[int, int]:

@@ -10,6 +10,7 @@ import hashlib
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -78,30 +79,36 @@ def further_steps(trainer: Trainer, model: Any, *, count: bool) -> tuple[dict, d
     the gradients; operations and autograd nodes if `count`. Oracles: arrival and finite, and ranks
     if there are several. `model` names a subject's expectations, see workbook.lab.oracles.Watch.
     """
-    from workbook.lab.observers.phases import PhaseTimes
-
-    found, observers = {}, trainer.observers
+    from workbook.lab.measure.recorders import observed
 
     def step(*more: Any) -> Any:
-        trainer.observers = (*observers, *more)
-        try:
+        with observed(trainer, *more):
             return trainer.step(trainer.steps_done)
-        finally:
-            trainer.observers = observers
 
     # Without a GPU processor time is used, since the cores are shared.
-    on_gpu = trainer.device.type == "cuda"
-    times = PhaseTimes(trainer.device, time.perf_counter if on_gpu else time.process_time)
-    for _ in range(PHASE_STEPS):
-        step(times)
-    seconds = {row["phase"]: row["median_ms"] / 1e3 for row in times.table()}
-    found |= {phase: seconds[phase] for phase in ("forward", "backward", "optimizer")}
+    clock = time.perf_counter if trainer.device.type == "cuda" else time.process_time
+    ms = phase_ms(trainer, PHASE_STEPS, clock)
+    found = {phase: ms[phase] / 1e3 for phase in ("forward", "backward", "optimizer")}
     found |= _memory(trainer)
     digest, told = _gradients(trainer, model, step)
     found["gradients"] = digest
     if count:
         found |= _counted(trainer, step)
     return found, told
+
+
+def phase_ms(
+    trainer: Trainer, steps: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Median ms of each phase over further steps; on a CPU, by this clock."""
+    from workbook.lab.measure.recorders import observed
+    from workbook.lab.observers.phases import BETWEEN, PhaseTimes
+
+    times = PhaseTimes(trainer.device, clock)
+    with observed(trainer, times):
+        for _ in range(steps):
+            trainer.step(trainer.steps_done)
+    return {row["phase"]: row["median_ms"] for row in times.table() if row["phase"] != BETWEEN}
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:

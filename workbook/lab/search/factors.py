@@ -12,6 +12,7 @@ from typing import Any
 
 from nsa.spelling import nearest
 from workbook.lab.search.candidates import word
+from workbook.lab.training import TrainingSpec
 
 TRAINING_SUBJECT = "workbook.lab.search.training_subject:make"
 ENVIRONMENT = "env."  # env.NAME: an environment variable of any subject's process
@@ -171,15 +172,29 @@ def _preset(value: Any) -> str:
     return refused(preset, value)
 
 
+def of_spec(
+    name: str, default: Any = None, legal: Any = None, *, field: str = "", place: str = "settings"
+) -> Factor:
+    """Factor of a TrainingSpec's field, by default of the same name.
+
+    Its help is the field's; so are its default, and what is legal, unless they are given.
+    """
+    found = TrainingSpec.__dataclass_fields__[field or name]
+    limits = found.metadata
+    if legal is None:
+        legal = whole(limits["least"]) if "least" in limits else limits.get("choices", SWITCH)
+    default = found.default if default is None else default
+    return Factor(name, default, legal, limits["help"], place=place)
+
+
 # The second name of the allocator's variable is for torch before 2.9.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # without which cuBLAS is not deterministic
 # Values set by `conservative`; none of these factors may be given with it.
 CONSERVATIVE = {"backend": "masked", "dtype": "fp32", "deterministic": True, "compile": False}
 COMMON = {factor.name: factor for factor in (
-    Factor("ranks", 1, whole(1), "processes, started by torchrun when there are several",
-           place="spec"),
-    Factor("seed", 1337, whole(0), "of weights and data", place="spec"),
+    of_spec("ranks", place="spec"),
+    of_spec("seed", place="spec"),
     Factor("python", None, _interpreter, "another interpreter, with its own torch", place="spec"),
     Factor("argv", "", _argv, "words of a script, as '--lr 0.1' or a list; {name} in them is the "
            "setting of that name", place="spec"),
@@ -192,18 +207,18 @@ COMMON = {factor.name: factor for factor in (
            "told by category, module and line of source", place="observer", slows=2.0),
 )}  # fmt: skip
 TRAINING = {factor.name: factor for factor in (
-    Factor("preset", "cpu_test", _preset, "the model, out of nsa.model.presets"),
+    of_spec("preset", "cpu_test", _preset),
     Factor("branch", "all", ("all", "cmp", "slc", "win"), "all three, or one alone with gate 1"),
-    Factor("backend", "auto", _backend, "of all branches"),
+    of_spec("backend", legal=_backend),
     Factor("compressed_backend", None, or_none(_backend), "of this branch; none: as backend"),
     Factor("selected_backend", None, or_none(_backend), "of this branch; none: as backend"),
     Factor("window_backend", None, or_none(_backend), "of this branch; none: as backend"),
-    Factor("layers", None, or_none(whole(1)), "none: the preset's"),
+    of_spec("layers", legal=or_none(whole(1))),
     Factor("dim", None, or_none(whole(1)), "width of the model; none: the preset's"),
-    Factor("tokens", 128, whole(1), "T, tokens of a sequence"),
-    Factor("batch", 1, whole(1), "sequences a step, of all ranks together"),
-    Factor("dtype", "fp32", ("fp32", "bf16", "fp16"), "autocast over fp32 weights"),
-    Factor("checkpoint", "", _checkpoint, "layers recomputed in the backward: '', all or 0:6"),
+    of_spec("tokens", 128),
+    of_spec("batch"),
+    of_spec("dtype", legal=("fp32", "bf16", "fp16"), field="precision"),
+    of_spec("checkpoint", legal=_checkpoint),
     Factor("aux_stats", False, SWITCH, "gates, distances and norms of every step", slows=1.4),
     Factor("tracing", "off", ("off", "arrival", "modules", "buckets", "all", "updates"),
            "gradients' arrival, the modules' order, DDP's buckets, all three; or updates: how many "
@@ -221,25 +236,25 @@ TRAINING = {factor.name: factor for factor in (
     Factor("anomaly", False, SWITCH, "autograd's anomaly mode", slows=3.6),
     Factor("deterministic", False, SWITCH, "torch.use_deterministic_algorithms",
            env=lambda on: CUBLAS if on else {}),
-    Factor("compile", False, SWITCH, "torch.compile of each block"),
+    of_spec("compile"),
     Factor("conservative", False, SWITCH,
            "all optimisations off: dense masks, fp32, deterministic, AdamW one tensor at a time",
            env=lambda on: CUBLAS if on else {}),
     Factor("weights", "fp32", ("fp32", "bf16"),
            "bf16, a specimen: no fp32 weights behind them, which the Trainer itself refuses"),
     Factor("communication", "auto", ("auto", "gloo", "nccl"), "of several ranks"),
-    Factor("parallel", "ddp", ("ddp", "fsdp"), "of several ranks"),
+    of_spec("parallel", "ddp", ("ddp", "fsdp")),
     Factor("static_graph", False, SWITCH, "DDP: every step uses the same parameters"),
     Factor("find_unused_parameters", False, SWITCH, "DDP: look for unused parameters each step"),
     Factor("bucket_mb", 25, positive, "DDP: size of a bucket of gradients"),
     Factor("comm_hook", "none", ("none", "bf16"), "DDP: bf16 averages gradients in bf16"),
     Factor("gradient_as_bucket_view", True, SWITCH, "DDP: off, gradients are held twice"),
     Factor("device", "auto", ("auto", "cpu", "cuda"), "a GPU where there is one"),
-    Factor("data", "synthetic", ("synthetic", "text"), "random bytes, or Python's own sources"),
+    of_spec("data", "synthetic"),
     Factor("lr", 1e-3, positive, "learning rate"),
     Factor("warmup_steps", 10, whole(1), "until it is reached; 1 is none"),
     Factor("threads", None, or_none(whole(1)), "of torch on the CPU; none: its own choice"),
-    Factor("changes", {}, _changes, "further fields of the model's config, as {phi: mlp}"),
+    of_spec("changes", {}, _changes),
 )}  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def recall(runs: Path, count: int, **options: Any) -> list[dict]:
         return []
     peaks: dict[str, list[committed.Cell]] = {}
     for cell in committed.cells(runs):
-        peaks.setdefault(str(cell.spec), []).append(cell)
+        peaks.setdefault(repr(cell.spec), []).append(cell)
     every = sorted(peaks.values(), key=lambda same: (same[0].spec.tokens, str(same[0])))
     places = sorted({n * (len(every) - 1) // max(1, count - 1) for n in range(count)})
     chosen = sorted((every[n] for n in places if n < len(every)), key=lambda s: s[0].spec.backend)

@@ -1,49 +1,13 @@
-"""Cells of a memory table: a model, a backend and a size each, checked before anything runs."""
+"""Cells of a memory table, and what the trial of each measures."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa.spelling import choice
 from workbook.lab.training import TrainingSpec, longest_tokens
-
-if TYPE_CHECKING:
-    from nsa.model.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One training step to measure. Raises ValueError for anything that cannot be run."""
-
-    preset: str
-    backend: str
-    tokens: int
-    layers: int | None = None  # None: the preset's own number
-    batch: int = 1
-    dtype: str = "fp32"  # "bf16" is autocast over fp32 weights
-    checkpoint: str = ""  # layers that are recomputed in the backward, see ModelConfig
-    device: str = "cpu"
-    seed: int = 1337
-    data: str = "text"  # the standard library's sources, or "synthetic"
-    changes: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
-
-    def __post_init__(self) -> None:
-        choice("dtype", self.dtype, ("fp32", "bf16"))
-        self.spec()
-
-    def spec(self) -> TrainingSpec:
-        """Training whose step is measured. ValueError for what cannot be run."""
-        values = asdict(self)
-        return TrainingSpec(precision=values.pop("dtype"), **values)
-
-    def config(self) -> "ModelConfig":
-        return self.spec().config()
-
-    def __str__(self) -> str:
-        batch = f" batch {self.batch}" * (self.batch != 1)
-        return self.spec().told(self.backend, f"T={self.tokens} {self.dtype} {self.device}{batch}")
 
 
 @dataclass(frozen=True)
@@ -84,17 +48,20 @@ def memory_grid(
     tokens: Sequence[int],
     *,
     longest: Sequence[str] = (),
+    dtype: str = "fp32",
     **fixed: Any,
-) -> list[Cell]:
+) -> list[TrainingSpec]:
     """Make a cell for each preset, number of layers, backend and T, in that order.
 
     `longest` excludes T beyond a backend's limit: "sequential=256", or with a colon. `layers` may
-    be empty: each preset's own number. `fixed` holds the other fields of every cell. Raises
-    ValueError for anything illegal, before any cell runs, and for a grid without cells.
+    be empty: each preset's own number. `dtype` is their precision, "fp32" or "bf16"; `fixed` holds
+    the other fields of every cell. Raises ValueError for anything illegal, before any cell runs,
+    and for a grid without cells.
     """
-    most = longest_tokens(longest)
+    choice("dtype", dtype, ("fp32", "bf16"))
+    most, same = longest_tokens(longest), fixed | {"precision": dtype}
     cells = [
-        Cell(preset=preset, layers=depth, backend=backend, tokens=length, **fixed)
+        TrainingSpec(preset=preset, layers=depth, backend=backend, tokens=length, **same)
         for preset, depth, backend, length in product(presets, layers or [None], backends, tokens)
         if length <= most.get(backend, length)
     ]

@@ -135,7 +135,9 @@ def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
             unknown.add(row["backend"])
         elif not row["checkpoint"]:
             config = ModelConfig.from_dict(row["model"])
-            kept = activations(config, row["tokens"], row["batch"], row["dtype"], row["backend"])
+            kept = activations(
+                config, row["tokens"], row["batch"], row["precision"], row["backend"]
+            )
             measured = row["held_mib"]["activations"] * 2**20
             name = f"{model_name(row)} {row['backend']} T={row['tokens']}"
             ratios[name] = kept.total / measured

@@ -10,8 +10,8 @@ import pandas
 
 from nsa.model.presets import preset
 from workbook.lab.measure.activation_model import predicted_peak
+from workbook.lab.training import TrainingSpec
 from workbook.rooms.case_study import figures as case_study
-from workbook.rooms.memory.cell import Cell
 from workbook.runs import metrics
 from workbook.runs.looks import by_tokens
 from workbook.runs.metrics import model_name
@@ -99,7 +99,7 @@ def paths(rows: Sequence[dict]) -> pandas.DataFrame:
     return pandas.DataFrame.from_dict(found, orient="index").fillna("-")
 
 
-def predicted(cells: Sequence[Cell]) -> dict[str, dict[str, tuple[list[int], list[float]]]]:
+def predicted(cells: Sequence[TrainingSpec]) -> dict[str, dict[str, tuple[list[int], list[float]]]]:
     """Predict each cell's peak from shapes alone: {model: {backend: (T, MiB)}}."""
     curves: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
     for c in cells:
@@ -107,7 +107,7 @@ def predicted(cells: Sequence[Cell]) -> dict[str, dict[str, tuple[list[int], lis
             lines = curves.setdefault(model_name(asdict(c)), {})
             tokens, mib = lines.setdefault(c.backend, ([], []))
             tokens.append(c.tokens)
-            held = predicted_peak(c.config(), c.tokens, c.batch, c.dtype, c.backend)
+            held = predicted_peak(c.config(), c.tokens, c.batch, c.precision, c.backend)
             mib.append(held / 2**20)
     return curves
 

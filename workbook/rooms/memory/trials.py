@@ -16,17 +16,19 @@ from whyhung.process.trial import Outcome
 from workbook.lab import sweep
 from workbook.lab.measure.allocations import CATEGORIES
 from workbook.lab.measure.recorders import MIB, recorded_step
-from workbook.lab.training import open_trainer
-from workbook.rooms.memory.cell import Cell, Measured
+from workbook.lab.training import TrainingSpec, open_trainer
+from workbook.rooms.memory.cell import Measured
 
 ENTRY = "workbook.rooms.memory.trials:measure_cell"
 PHASES = ("data", "forward", "backward", "optimizer")
+OF_A_CELL = ("preset", "layers", "batch", "checkpoint", "device", "seed", "data", "changes")
+ENDED = ("outcome", "message", "alone", "timing", "parameters")
 TIMED_STEPS = 3
 TIMING_SHARE = 0.5  # of the time to the deadline, so that timing never endangers the memory figures
 
 
 def measure(
-    cells: Sequence[Cell],
+    cells: Sequence[TrainingSpec],
     *,
     deadline_s: float,
     workers: int = 1,
@@ -49,7 +51,7 @@ def measure(
         ended: Sequence[Outcome | None] = sweep.measure(
             ENTRY,
             cells,
-            lambda cell, s: {"cell": asdict(cell), "deadline_s": s, "threads": threads},
+            lambda cell, s: {"cell": cell.to_dict(), "deadline_s": s, "threads": threads},
             deadline_s=deadline_s,
             workers=workers,
             folder=folder,
@@ -62,13 +64,13 @@ def measure(
     return [row_of(cell, how) for cell, how in zip(cells, ended, strict=True) if how is not None]
 
 
-def row_of(cell: Cell, ended: Outcome) -> dict:
+def row_of(cell: TrainingSpec, ended: Outcome) -> dict:
     """Make one flat row of a cell, its trial's outcome and its measurements; see `measure`."""
     timing = "absolute" if cell.device == "cuda" else "ratio"
     how = {"outcome": ended.status, "message": ended.message, "evidence": ended.evidence}
     how |= {"seconds": ended.seconds, "alone": ended.alone}
     how["timing"] = timing if ended.alone else "contended"
-    return asdict(cell) | how | asdict(Measured(**(ended.result or {})))
+    return cell.to_dict() | how | asdict(Measured(**(ended.result or {})))
 
 
 def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
@@ -80,10 +82,9 @@ def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
     """
     found = []
     for row in rows:
-        fields = [name for name in Cell.__dataclass_fields__ if name not in ("tokens", "backend")]
-        fields += ["outcome", "message", "alone", "timing", "parameters"]
+        config = {name: row[name] for name in (*OF_A_CELL, *ENDED)} | {"dtype": row["precision"]}
         same = {"operation": "training_step", "backend": row["backend"], "x_name": "tokens"}
-        same |= {"x_value": row["tokens"], "config": {name: row[name] for name in fields}}
+        same |= {"x_value": row["tokens"], "config": config}
         values = {("peak_memory", "MiB", "step"): row["peak_mib"]}
         values |= {("peak_memory", "MiB", phase): row[f"{phase}_mib"] for phase in PHASES[1:]}
         for category in CATEGORIES:
@@ -104,8 +105,8 @@ def measure_cell(spec: dict) -> dict:
     occurred. If the backend declines the model, the result is {"declined": why}.
     """
     started = time.monotonic()
-    cell, place = Cell(**spec["cell"]), _Place()
-    with open_trainer(cell.spec(), threads=spec["threads"], observers=(place,)) as trainer:
+    cell, place = TrainingSpec.from_dict(spec["cell"]), _Place()
+    with open_trainer(cell, threads=spec["threads"], observers=(place,)) as trainer:
         try:
             losses = [float(trainer.step(0))]
             recorded = _record(trainer, losses)

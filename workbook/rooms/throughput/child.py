@@ -24,14 +24,21 @@ from nsa.model.train import Trainer, warmup_steps
 from workbook.lab.measure import limits
 from workbook.lab.measure.counting import Compilations, count_syncs
 from workbook.lab.measure.kernels import activities_of, of_step
-from workbook.lab.measure.recorders import MIB, MemorySamples, profiled, recorder_for
+from workbook.lab.measure.recorders import (
+    MIB,
+    MemorySamples,
+    changed,
+    profiled,
+    recorded_step,
+)
+from workbook.lab.measure.steps import phase_ms
 from workbook.lab.measure.timing import interleaved, mark, seconds_between, wait
 from workbook.lab.observers.arrival import GradientArrival
 from workbook.lab.observers.attention_stats import AttentionStats
 from workbook.lab.observers.beat import Heartbeat
 from workbook.lab.observers.deferred import SAMPLED
 from workbook.lab.observers.module_order import ModuleOrder
-from workbook.lab.observers.phases import BETWEEN, PhaseTimes
+from workbook.lab.observers.phases import PhaseTimes
 from workbook.lab.observers.writers import CsvWriter
 from workbook.rooms.throughput.trials import Measured, TrainCell
 
@@ -54,11 +61,11 @@ def measure_rank(spec: dict) -> dict:
         losses += [float(trainer.step(step)) for step in range(1, warmup_of(trainer, cell))]
         found = _timed(trainer, cell.steps)
         found["losses"] = losses + found["losses"]
-        found["phase_ms"] = _by_phase(trainer)
+        found["phase_ms"] = phase_ms(trainer, WATCHED)
         if cell.device == "cuda":
             found["syncs"] = count_syncs(lambda: trainer.step(trainer.steps_done))
         else:
-            found["peak_mib"] = _cpu_peak(trainer)
+            found["peak_mib"] = recorded_step(trainer)[1].record()["peak"] / MIB
         if cell.observe:
             found |= _observing(trainer)
         if cell.parallel == "ddp" and not cell.cuda_graph:
@@ -146,22 +153,6 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
     return found
 
 
-def _by_phase(trainer: Trainer) -> dict[str, float]:
-    times = PhaseTimes(trainer.device)
-    with _changed(trainer, "observers", (*trainer.observers, times)):
-        for step in range(trainer.steps_done, trainer.steps_done + WATCHED):
-            trainer.step(step)
-    return {row["phase"]: row["median_ms"] for row in times.table() if row["phase"] != BETWEEN}
-
-
-def _cpu_peak(trainer: Trainer) -> float:
-    """Peak MiB held by torch's allocator in one step."""
-    recorder = recorder_for("cpu", dict)
-    with recorder, _changed(trainer, "observers", (*trainer.observers, recorder)):
-        trainer.step(trainer.steps_done)
-    return recorder.record()["peak"] / MIB
-
-
 def _facts(trainer: Trainer, cell: TrainCell) -> dict[str, Any]:
     device, low = trainer.device, cell.precision != "fp32"
     ceilings = limits.measure_ceilings(device, torch.bfloat16 if low else torch.float32)
@@ -201,7 +192,7 @@ def communication_ms(trainer: Trainer) -> float:
 def unsynced(trainer: Trainer) -> contextlib.AbstractContextManager:
     """Context in which the trainer's steps send no gradients."""
     kept = {f.name: getattr(trainer.parallel, f.name) for f in fields(Parallel) if f.init}
-    return _changed(trainer, "parallel", _Unsynced(**kept))
+    return changed(trainer, "parallel", _Unsynced(**kept))
 
 
 class _Unsynced(Parallel):
@@ -224,22 +215,11 @@ def _all_observers(trainer: Trainer) -> Iterator[None]:
             PhaseTimes(trainer.device),
             writer,
         )
-        with _changed(trainer, "observers", observers):
+        with changed(trainer, "observers", observers):
             try:
                 yield
             finally:
                 trainer.close()
-
-
-@contextlib.contextmanager
-def _changed(trainer: Trainer, name: str, value: Any) -> Iterator[None]:
-    """Context in which this attribute of the trainer has another value."""
-    before = getattr(trainer, name)
-    setattr(trainer, name, value)
-    try:
-        yield
-    finally:
-        setattr(trainer, name, before)
 
 
 @contextlib.contextmanager

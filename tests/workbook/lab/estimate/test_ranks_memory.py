@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from committed_peaks import kept_since
 from places import committed_root
 
 from nsa.model.llama import LanguageModel
@@ -17,7 +18,6 @@ from workbook.lab.estimate.steps import SIDE, run_of
 from workbook.lab.estimate.trace import steady, trace
 from workbook.lab.measure.allocations import replay
 from workbook.lab.training import TrainingSpec
-from workbook.rooms.estimate.committed import kept_since
 
 dist = torch.distributed
 MIB = 2**20

@@ -6,22 +6,22 @@ import pytest
 
 from nsa.model.presets import preset
 from workbook.lab.measure.activation_model import activations, predicted_peak
-from workbook.rooms.memory.cell import Cell
+from workbook.lab.training import TrainingSpec
 from workbook.rooms.memory.trials import measure_cell
 
 pytestmark = pytest.mark.full
 
 CELLS = [
-    Cell("repro", "gather", 512, layers=2),
-    Cell("repro", "packed", 512, layers=1),
-    Cell("repro", "masked", 384, layers=2),
-    Cell("repro", "masked", 384, layers=1, dtype="bf16"),
-    Cell("repro", "sdpa", 512, layers=1),
-    Cell("repro", "sdpa:math", 512, layers=1),
-    Cell("repro", "sdpa:math", 512, layers=1, dtype="bf16"),
-    Cell("repro", "packed", 256, layers=2, dtype="bf16"),
-    Cell("repro", "sequential", 96, layers=1),
-    Cell("smoke", "gather", 256, layers=1, batch=2),
+    TrainingSpec("repro", 512, backend="gather", layers=2),
+    TrainingSpec("repro", 512, backend="packed", layers=1),
+    TrainingSpec("repro", 384, backend="masked", layers=2),
+    TrainingSpec("repro", 384, backend="masked", layers=1, precision="bf16"),
+    TrainingSpec("repro", 512, backend="sdpa", layers=1),
+    TrainingSpec("repro", 512, backend="sdpa:math", layers=1),
+    TrainingSpec("repro", 512, backend="sdpa:math", layers=1, precision="bf16"),
+    TrainingSpec("repro", 256, backend="packed", layers=2, precision="bf16"),
+    TrainingSpec("repro", 96, backend="sequential", layers=1),
+    TrainingSpec("smoke", 256, backend="gather", layers=1, batch=2),
 ]
 
 
@@ -31,7 +31,7 @@ def test_activations_are_those_that_the_allocator_saw_and_no_peak_is_below_them(
 ):
     """One recorded step in this process; no seconds are left to time another one."""
     row = measure_cell({"cell": asdict(cell), "deadline_s": 0.0, "threads": 1})
-    shape = cell.config(), cell.tokens, cell.batch, cell.dtype, cell.backend
+    shape = cell.config(), cell.tokens, cell.batch, cell.precision, cell.backend
     assert "declined" not in row, row
     kept_mib, least_mib = activations(*shape).total / 2**20, predicted_peak(*shape) / 2**20
     assert kept_mib == pytest.approx(row["held_mib"]["activations"], rel=0.15)

@@ -1,8 +1,6 @@
 """Cells are checked, measured in children of their own, and end as rows whatever happened."""
 
-import json
 import math
-from dataclasses import asdict
 
 import pytest
 
@@ -10,14 +8,15 @@ from whyhung.process.trial import Outcome
 from workbook.lab import sweep
 from workbook.lab.measure.activation_model import predict
 from workbook.lab.measure.allocations import CATEGORIES
+from workbook.lab.training import TrainingSpec
 from workbook.rooms.case_study import figures as case_study
 from workbook.rooms.memory import trials as memory
-from workbook.rooms.memory.cell import Cell, memory_grid
+from workbook.rooms.memory.cell import memory_grid
 from workbook.rooms.memory.trials import measure, rows_to_metrics
 
 
-def cell(**changes) -> Cell:
-    return Cell(**{"preset": "cpu_test", "backend": "gather", "tokens": 64} | changes)
+def cell(**changes) -> TrainingSpec:
+    return TrainingSpec(**{"preset": "cpu_test", "backend": "gather", "tokens": 64} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,8 @@ def test_a_real_cell_has_all_its_figures_and_the_witness_of_its_backend(measured
 
 def test_weights_gradients_and_adam_are_predicted_from_shapes(measured):
     for row in measured:
-        config = Cell(**{name: row[name] for name in Cell.__dataclass_fields__}).config()
+        names = TrainingSpec.__dataclass_fields__
+        config = TrainingSpec(**{name: row[name] for name in names}).config()
         expected = predict(config)
         held = row["by_phase_category_mib"]["optimizer"]
         assert held["parameters"] * 2**20 == expected.weights
@@ -97,28 +97,9 @@ def test_metrics_are_the_long_table(measured):
         ("step_time", "step"),
     }
     config = first["config"]
-    assert (config["outcome"], config["preset"], config["seed"]) == ("ok", "cpu_test", 1337)
+    assert (config["outcome"], config["preset"], config["dtype"]) == ("ok", "cpu_test", "fp32")
     broken = [m for m in metrics if m["config"]["outcome"] == "oom"]
     assert len(broken) == len(metrics) / 2 and all(math.isnan(m["median"]) for m in broken)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dtype": "fp16"}, "known are fp32, bf16"),
-        ({"tokens": 0}, "tokens=0"),
-        ({"backend": "gater"}, "the nearest is"),
-    ],
-)
-def test_an_illegal_cell_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        cell(**changes)
-
-
-def test_a_cell_survives_json():
-    made = cell(changes={"nsa": {"window": 32}}, layers=1, checkpoint="all")
-    assert Cell(**json.loads(json.dumps(asdict(made)))) == made
-    assert made.config().nsa.window == 32 and made.config().layers == 1
 
 
 def test_a_grid_is_every_combination_in_order():
@@ -127,7 +108,7 @@ def test_a_grid_is_every_combination_in_order():
     assert [c.tokens for c in cells[:2]] == [64, 128]
     lines = [(c.preset, c.layers, c.backend) for c in cells[::2]]
     assert lines[:3] == [("repro", 1, "gather"), ("repro", 1, "masked"), ("repro", 2, "gather")]
-    assert {c.dtype for c in cells} == {"bf16"}
+    assert {c.precision for c in cells} == {"bf16"}
     (own,) = memory_grid(["production"], [], ["gather"], [64])  # each preset's own layers
     assert own.layers is None and own.config().layers == 12
 
@@ -157,6 +138,11 @@ def test_a_backend_can_be_kept_out_of_long_sequences():
 def test_a_grid_without_cells_or_with_an_illegal_one_is_refused(preset, backends, longest, message):
     with pytest.raises(ValueError, match=message):
         memory_grid([preset], [1], backends, [64], longest=longest)
+
+
+def test_a_dtype_that_no_cell_is_measured_in_is_refused():
+    with pytest.raises(ValueError, match="known are fp32, bf16"):
+        memory_grid(["repro"], [1], ["gather"], [64], dtype="fp16")
 
 
 def test_the_case_studys_estimator_is_off_by_what_the_study_found():

@@ -1,12 +1,13 @@
 """The memory notebook's sentences: each verdict on rows made to deserve it."""
 
 from dataclasses import asdict
+from itertools import product
 
 import numpy as np
 import pytest
 
+from workbook.lab.training import TrainingSpec
 from workbook.rooms.memory import claims, table
-from workbook.rooms.memory.cell import Cell
 from workbook.runs import metrics
 
 TOKENS = (256, 512, 1024, 2048)
@@ -118,7 +119,8 @@ def test_dense_masks_are_compared_at_the_longest_length_of_both():
 
 
 def measured_row(backend="gather", path="gather-chunks", activations=7.5, **changes):
-    cell = Cell("repro", "gather" if backend == "mine" else backend, 512, layers=1)
+    known = "gather" if backend == "mine" else backend
+    cell = TrainingSpec("repro", 512, backend=known, layers=1)
     row = asdict(cell) | {"outcome": "ok", "parameters": 1000, "model": cell.config().to_dict()}
     row["backend"] = backend
     held = {"parameters": 4000 / 2**20, "gradients": 4000 / 2**20}
@@ -190,8 +192,11 @@ def test_the_case_study_stands_above_our_rows():
 
 
 def test_predictions_are_a_curve_a_backend_and_model():
-    cells = [Cell("repro", b, t, layers=1) for b in ("masked", "gather") for t in (128, 256)]
-    curves = table.predicted([*cells, Cell("repro", "auto", 128, layers=1)])
+    cells = [
+        TrainingSpec("repro", t, backend=b, layers=1)
+        for b, t in (*product(("masked", "gather"), (128, 256)), ("auto", 128))
+    ]
+    curves = table.predicted(cells)
     assert list(curves) == ["repro, 1 layer"]
     assert set(curves["repro, 1 layer"]) == {"masked", "gather"}
     tokens, mib = curves["repro, 1 layer"]["masked"]

@@ -22,6 +22,7 @@ from workbook.lab import sweep
 from workbook.lab.measure import recorders
 from workbook.lab.measure.counting import Compilations
 from workbook.lab.measure.recorders import MemorySamples
+from workbook.lab.measure.steps import phase_ms
 from workbook.rooms.correctness import lessons
 from workbook.rooms.throughput import child, trials
 from workbook.rooms.throughput.table import windows
@@ -148,7 +149,7 @@ def test_observers_and_the_place_among_ranks_are_put_back():
     with CELL.opened(1) as trainer:
         trainer.step(0)
         place = trainer.parallel
-        child._by_phase(trainer)
+        phase_ms(trainer, child.WATCHED)
         child.communication_ms(trainer)
         assert trainer.observers == () and trainer.parallel is place
         turns = 2 * (child.ROUNDS + 1)
