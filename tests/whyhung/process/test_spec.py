@@ -45,7 +45,7 @@ def test_every_moved_module_is_there():
 
 
 def test_a_stored_spec_runs_the_subject_where_it_is_now():
-    spec = Spec.from_dict({"subject": "workbook.lab.exhibits.subject:make", "steps": 2})
+    spec = Spec.from_dict({"subject": "nsa.lab.exhibits.subject:make", "steps": 2})
     assert spec.subject == "workbook.rooms.case_study.loop.subject:make"
 
 
@@ -53,8 +53,7 @@ def test_what_never_moved_stays_as_it_is():
     for entry in ("my.module:make", "workbook.lab.plansx:make", "whyhung.process.ranks:launch"):
         assert renamed.current(entry) == entry
     assert (
-        renamed.current("workbook.lab.plans.calibration:make")
-        == "workbook.lab.search.calibration:make"
+        renamed.current("nsa.lab.plans.calibration:make") == "workbook.lab.search.calibration:make"
     )
 
 
