@@ -37,13 +37,14 @@ SHELL := bash
 # Jupyter refuses root unless it is told; in a container there is often nobody else.
 AS_ROOT = $(shell [ "$$(id -u)" != 0 ] || echo --allow-root)
 
-.PHONY: help run site test test-all test-clients test-environment lab lint refresh clean
+.PHONY: help run site test test-all test-long test-clients test-environment lab lint refresh clean
 
 help:
 	@echo "make run      execute the $(NOTEBOOK) notebook into runs/ and print where its report is"
 	@echo "make site     a site of all runs in site/, which a browser opens without a network"
 	@echo "make test     the quick tests, and the quick notebooks against their committed outputs"
 	@echo "make test-all all tests but those marked long, and every notebook: what CI runs"
+	@echo "make test-long           bulk proofs, on request: those marked long"
 	@echo "make test-environment   tests with Slurm, a Chromium, a wheel, a clone; notes which passed"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make lint     ruff, and notebooks free of volatile metadata"
@@ -67,14 +68,15 @@ run: $(READY)
 site: $(READY)
 	@$(BIN)/nsa site
 
-# Both parts run whatever the other says, and the end names what failed. A notebook waits for its
-# kernel, and that for its children, so three share two cores. A test that met a busy machine passes
+# Both parts run whatever the other says, and the end names what failed. Tests wait for processes and
+# notebooks for their kernels, so three share two cores; whoever is done takes over what is left of
+# another's, or the longest file would be run last and alone. A test that met a busy machine passes
 # when it runs by itself, and is named; one that fails twice is red.
 define checked
 @echo "make $@: $(1) on two idle cores; on a busy machine longer, and no less green"
 @left_out=$$($(BIN)/python tests/support/green.py) || exit; \
 begin=$$(date +%s); failed=""; again=""; \
-$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(2)$$left_out" || { \
+$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "$(2)$$left_out" || { \
 echo "make $@: what failed runs once more, by itself"; \
 $(BIN)/python -m pytest -v --lf --lfnf=none --maxfail=3 -m "$(2)$$left_out" \
 	&& again=" (failed once, passed by itself: the tests above)" || failed=" pytest"; }; \
@@ -93,6 +95,9 @@ test: $(READY)
 
 test-all: $(READY)
 	$(call checked,$(TEST_ALL_TAKES),not long,$(NOTEBOOKS))
+
+test-long: $(READY)
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m long
 
 # What stays out of `make` and CI: several hundred MB of other projects, and their tests.
 test-clients: $(READY)

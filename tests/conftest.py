@@ -6,6 +6,7 @@ for its modules.
 """
 
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
@@ -24,6 +25,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not DEVICES:
     os.environ["TRITON_INTERPRET"] = "1"  # read when @triton.jit decorates, so before any kernel
+    if importlib.util.find_spec("triton"):
+        import quick_interpreter
+
+        quick_interpreter.install()
 torch.set_num_threads(1)  # tensors this small gain nothing from a second one
 
 STARTED: list[str] = []  # commands that this process has started since the current test began

@@ -56,8 +56,11 @@ class Absent:
         return 0
 
 
-def record(architecture: int) -> dict:
-    """Makes launches compile and no more; returns what fills with (kernel name, binary)."""
+def record(architecture: int, only: str) -> dict:
+    """Makes launches compile and no more; returns what fills with (kernel name, binary).
+
+    only: in the names of modules whose kernels are compiled; others are not launched at all.
+    """
     from nsa.kernels import tiles
 
     # Before a launcher's module takes over the name.
@@ -66,6 +69,8 @@ def record(architecture: int) -> dict:
     plain, found = JITFunction.run, {}
 
     def run(self, *args, grid, warmup, **kwargs):
+        if only not in self.__module__:
+            return None
         kernel = plain(self, *args, grid=grid, warmup=True, **kwargs)
         found[kernel.hash] = f"{self.__module__}.{self.__name__}", kernel
         return kernel
@@ -301,16 +306,19 @@ def facts(name: str, kernel, read: bool) -> dict:
 if __name__ == "__main__":
     target, shape, kind = sys.argv[1:]
     torch.set_num_threads(1)
-    binaries = record(int(target))
+    binaries = record(int(target), ".hopper." if kind.startswith("warps") else "")
     sinks = kind.endswith("sinks")
     if kind == "one-key":
         reach_one_key(shape)
     elif kind.startswith("warps"):
         reach_warps(shape, sinks)
     else:
-        for tokens in (1, 70) if kind == "odd" else TOKENS:
-            reach(shape, tokens, kind == "packed", kind == "odd" and tokens > 1, sinks)
-    if shape == "main" and kind in ("dense", "sinks"):
+        # What is otherwise in long sequences is so whatever the call has beside them.
+        lengths = {"odd": (1, 70), "packed-sinks": TOKENS[:1]}.get(kind, TOKENS)
+        for tokens in lengths:
+            late = kind == "odd" and tokens > 1
+            reach(shape, tokens, kind.startswith("packed"), late, sinks)
+    if shape == "main" and kind in ("dense", "sinks", "packed-sinks"):
         reach_decode(shape, TOKENS[-1], int(target), sinks=sinks)
     if (shape, kind) == ("main", "dense"):
         reach_decode("six", 2944, int(target), FEW)

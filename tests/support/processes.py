@@ -37,7 +37,7 @@ def told_by(program: str, *args: object) -> dict:
     environment = environment_with_package()
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, SUPPORT / program, *map(str, args)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -191,7 +191,10 @@ def ran(program, form, folder, seconds):
 
 
 CPU = [(program, form) for program in chosen("cpu") for form in program.runs]
-FIRST = {(program.name, program.runs[0]) for program in chosen("cpu")}
+HEALTHY = chosen("cpu", kind="healthy")
+# One of each verdict that is due, and one in four of those that are healthy: all others are `long`.
+SOONER = {one.due[0]: one for one in reversed(chosen("cpu", kind="hang"))}.values()
+SOONER = {(one.name, one.runs[0]) for one in (*SOONER, *HEALTHY[::4])}
 
 
 @pytest.mark.slow
@@ -200,7 +203,7 @@ FIRST = {(program.name, program.runs[0]) for program in chosen("cpu")}
 @pytest.mark.parametrize(
     ("program", "form"),
     [
-        pytest.param(p, form, marks=[] if (p.name, form) in FIRST else pytest.mark.long)
+        pytest.param(p, form, marks=[] if (p.name, form) in SOONER else pytest.mark.long)
         for p, form in CPU
     ],
     ids=lambda one: getattr(one, "name", one),

@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 def each(backends, cases, dtypes):
     """Every combination that runs here; interpreted kernels take minutes for the long ones.
 
-    Of theirs of 60 tokens and more three in four wait for `pytest -m long`, as the exhibit's
-    longest do in a second dtype: it is the same loop over tokens, of seconds each.
+    Of theirs of 60 tokens and more three in four wait for `make test-long`. So do, in a second
+    dtype, the exhibit's longest, which are the same loop over tokens, and two of three of flex's,
+    which are the same mask, compiled anew in seconds each.
 
     A newcomer's `make test` has the first cases of the backends that take no loop over tokens.
     """
@@ -32,8 +33,9 @@ def each(backends, cases, dtypes):
             quick = case in CASES[:4] and backend not in ("triton", "sequential", "flex")
             slow = interpreted > 200
             marks = [pytest.mark.slow] if slow else [] if quick else [pytest.mark.full]
-            again = backend == "sequential" and name != "fp32" and case.tokens > 200
-            bulk = again or (interpreted >= 60 and CASES.index(case) % 4)
+            again = backend == "sequential" and case.tokens > 200
+            again = again or (backend == "flex" and CASES.index(case) % 3)
+            bulk = (again and name != "fp32") or (interpreted >= 60 and CASES.index(case) % 4)
             marks += [pytest.mark.long] if bulk else []
             yield pytest.param(backend, case, dtype, id=f"{backend}-{case}-{name}", marks=marks)
 

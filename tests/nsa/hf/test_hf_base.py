@@ -166,20 +166,21 @@ def test_files_with_the_names_of_before_open_and_are_saved_with_todays(model, tm
 @pytest.mark.registered
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "code",
+    ("code", "kind"),
     [
-        "from transformers import AutoModelForCausalLM as A",
-        "import torch; from transformers import AutoModelForCausalLM as A",
-        "import transformers; A = transformers.AutoModelForCausalLM",
-        "from transformers import AutoConfig; AutoConfig.from_pretrained(folder); "
-        "from transformers import AutoModelForCausalLM as A",
-        "from transformers import AutoModel as A",
+        ("from transformers import AutoModelForCausalLM as A", "NSAForCausalLM"),
+        ("import torch, transformers; A = transformers.AutoModel", "NSAModel"),
+        (
+            "from transformers import AutoConfig; AutoConfig.from_pretrained(folder); "
+            "from transformers import AutoModelForCausalLM as A",
+            "NSAForCausalLM",
+        ),
     ],
 )
-def test_a_fresh_process_opens_a_saved_model_without_importing_nsa(tmp_path, code):
+def test_a_fresh_process_opens_a_saved_model_without_importing_nsa(tmp_path, code, kind):
     folder = saved(tmp_path)
     code = f"folder = {folder!r}; {code}; print(type(A.from_pretrained(folder)).__name__)"
-    assert answer(code).strip() == ("NSAModel" if "AutoModel as" in code else "NSAForCausalLM")
+    assert answer(code).strip() == kind
 
 
 @pytest.mark.registered

@@ -511,8 +511,15 @@ def test_asked_for_by_name_they_run_or_say_why_not():
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["warps", "warps-with-sinks"])
-@pytest.mark.parametrize(("shape", "width"), [("main", 128), ("narrow", 64)])
+@pytest.mark.parametrize(
+    ("shape", "width", "kind"),
+    [
+        ("main", 128, "warps"),
+        ("narrow", 64, "warps-with-sinks"),
+        pytest.param("main", 128, "warps-with-sinks", marks=pytest.mark.long),
+        pytest.param("narrow", 64, "warps", marks=pytest.mark.long),
+    ],
+)
 def test_they_compile_for_hopper_and_no_product_waits_for_the_one_before(shape, width, kind):
     found = told_by("compiled.py", 90, shape, kind)["compiled"]
     mine = [x for x in found if ".hopper." in x["kernel"]]

@@ -60,7 +60,8 @@ def test_what_stands_is_ended_as_asked_with_what_was_seen_of_it(stuck, name, ver
     assert evidence.last().step == 1 and evidence.frozen_s() >= STALL_S
     seen = evidence.snapshots
     assert len(seen) >= 3 and all(b.t - a.t >= 0.5 for a, b in pairwise(seen))
-    assert all(look.p == {0: evidence.last()} for look in seen)
+    # An earlier one may be of a machine so busy that the training was slow before it stood.
+    assert all(look.p == {0: evidence.last()} for look in seen[-3:])
     found = judge(evidence)
     assert found.label == verdict and found.edges, found.because
     (report,) = evidence.reports
