@@ -18,7 +18,7 @@ BESIDE = "whyhung", "workbook"  # the packages beside it, which are part of the 
 
 
 def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
-    """Find a notebook by path, name, number or part of its name (`01`, `memory_scaling`,
+    """Find a notebook by path, name, number or part of its name (`1`, `01`, `memory_scaling`,
     `scaling`). ValueError for a missing path; if no name or several match, it lists the nearest."""
     path = Path(name)
     if path.suffix == ".ipynb" and path.is_file():
@@ -31,8 +31,10 @@ def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
         raise ValueError(f"no notebooks in {folder}; name one by its path")
     name = path.stem if path.suffix == ".ipynb" else str(name)
     named = {stem: (stem, re.sub(r"^\d+_", "", stem)) for stem in found}
+    number = re.compile(rf"0*{int(name)}_" if name.isdecimal() else r"\b\B")
     fits = (
         [stem for stem, names in named.items() if name in names]
+        or [stem for stem in found if number.match(stem)]
         or [stem for stem, names in named.items() if any(n.startswith(name) for n in names)]
         or [stem for stem in found if name in stem]
     )

@@ -11,6 +11,8 @@ from workbook.runs.files import read_json, write_atomically, write_json
 from workbook.runs.record import load, status_now
 
 TEMPLATES = Path(__file__).with_name("templates")
+SHOWN = {"report.html": "report", "notebook.ipynb": "notebook", "figures": "figures",
+         "metrics.csv": "numbers", "stderr.log": "log"}  # fmt: skip
 REMOTE = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)
 
 
@@ -71,8 +73,9 @@ def index(root: str | Path) -> Path:
     for folder in reversed(store.open_store(root).folders()):
         row = {k: "" if v is None else v for k, v in store.summary(folder, root).items()}
         row["started"] = _when(row)
-        there = (folder / "report.html").is_file()
-        row["link"] = quote(f"{row['run']}/report.html") if there else ""
+        # a clone has no reports; what it has is linked
+        there = [name for name in SHOWN if (folder / name).exists()]
+        row["links"] = {SHOWN[name]: quote(f"{row['run']}/{name}") for name in there}
         rows.append(row)
     template = jinja2.Template((TEMPLATES / "index.html.j2").read_text(encoding="utf-8"))
     root.mkdir(parents=True, exist_ok=True)

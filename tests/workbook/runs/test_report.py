@@ -120,11 +120,16 @@ def test_a_notebook_without_run_has_a_page_too_and_a_folder_without_notebook_non
         report.render(tmp_path)
 
 
-def test_the_index_lists_runs_newest_first_and_links_their_reports(folder):
+def test_the_index_lists_runs_newest_first_and_links_what_is_there(folder):
     root = folder.parents[1]
     assert "nsa run" in report.index(root / "none").read_text(), (
         "of no runs it says how to make one"
     )
+    cloned = page(report.index(root))
+    assert [tag.text for tag in cloned.find_all("a")] == [
+        folder.parent.name + "/" + folder.name,
+        "notebook",
+    ]
     report.render(folder)
     newer = opening.create_folder(root, "02_speed-aaaaaaaa", "2026-11-22")
     started = "2026-11-22T10:00:00+00:00"
@@ -133,6 +138,7 @@ def test_the_index_lists_runs_newest_first_and_links_their_reports(folder):
     rows = [row.find("td").text for row in html.find_all("tr")[1:]]
     assert rows == ["2026-11-22/02_speed-aaaaaaaa", "2026-11-21/01_tiny-12345678"]
     links = [tag["href"] for tag in html.find_all("a")]
-    assert links == ["2026-11-21/01_tiny-12345678/report.html"]
-    assert (root / links[0]).is_file()
+    there = [f"2026-11-21/01_tiny-12345678/{name}" for name in ("report.html", "notebook.ipynb")]
+    assert links == [there[0], *there]
+    assert all((root / link).is_file() for link in links)
     assert "http" not in (root / "index.html").read_text()
