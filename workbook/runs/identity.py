@@ -56,9 +56,17 @@ def question(notebook: str | Path) -> str:
     for text in texts[:3]:
         found = re.search(r"^\W*question\W*\s+(.+?)(?:\n\s*\n|\n#|\Z)", text, re.I | re.S | re.M)
         if found:
-            return re.sub(r"[*_`]{1,2}", "", " ".join(found.group(1).split()))
-    title = re.search(r"^#\s+(.+)$", texts[0], re.M) if texts else None
-    return title.group(1).strip() if title else ""
+            # underscores inside a name are no emphasis
+            marks = r"[*`]{1,2}|(?<!\w)_{1,2}|_{1,2}(?!\w)"
+            return re.sub(marks, "", " ".join(found.group(1).split()))
+    return title(cells)
+
+
+def title(cells: list[dict]) -> str:
+    """First heading of the first text cell, or ""."""
+    texts = ["".join(c["source"]) for c in cells if c.get("cell_type") == "markdown"]
+    found = re.search(r"^#\s+(.+)$", texts[0], re.M) if texts else None
+    return found.group(1).strip() if found else ""
 
 
 def run_id(

@@ -121,6 +121,22 @@ def _header(folder: Path, notebook: Path) -> dict:
     }
 
 
+def answer(status: str, verdicts: list[dict], message: str = "") -> dict[str, str]:
+    """Answer of a run in one line: its worst verdict, or a status other than ok, as `word`; the
+    first claim with that verdict, or the message, and how many claims hold, as `text`."""
+    worst = store.overall(verdicts)
+    of = [str(v.get("claim", "")) for v in verdicts if v.get("verdict") == worst]
+    passed = sum(v.get("verdict") == "PASS" for v in verdicts)
+    counted = f"{passed} of {len(verdicts)} claims hold"
+    if status not in ("ok", ""):
+        text = "; ".join(filter(None, [message.rstrip("."), counted if verdicts else ""]))
+        return {"word": status, "text": text or "it did not reach its end"}
+    if not of:
+        return {"word": worst or status, "text": message or "it reached its end and claims nothing"}
+    claim = re.sub(r"\s*\[[^\]]*\]$", "", of[0])  # trials; the table has them
+    return {"word": worst, "text": f"{claim}; {counted}" if len(verdicts) > 1 else claim}
+
+
 def lasted(seconds: Any) -> str:
     """Duration in words: 45 s, 2.5 min; "" if not a number."""
     if not isinstance(seconds, int | float):
