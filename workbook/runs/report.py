@@ -13,6 +13,7 @@ from workbook.runs.record import load, status_now
 TEMPLATES = Path(__file__).with_name("templates")
 SHOWN = {"report.html": "report", "notebook.ipynb": "notebook", "figures": "figures",
          "metrics.csv": "numbers", "stderr.log": "log"}  # fmt: skip
+MOST_FIGURES = 3  # above the notebook
 REMOTE = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)
 
 
@@ -99,6 +100,7 @@ def _header(folder: Path, notebook: Path) -> dict:
     run, took = record.get("run_id") or notebook.stem, lasted(record.get("seconds"))
     device = store.Run(folder).devices()
     header = {
+        "figures": _figures(folder) if record else [],
         "title": f"{record.get('notebook') or notebook.stem} · {_when(record)}".strip(" ·"),
         "crumb": " · ".join(filter(None, [run, _when(record), took, device])),
         "status": "notebook",
@@ -111,14 +113,32 @@ def _header(folder: Path, notebook: Path) -> dict:
     facts, file = read_json(folder / "environment.json", {}), folder / "parameters.yaml"
     given = parameters.read_file(file) if file.is_file() else {}
     numbers = "losses.csv" if (folder / "losses.csv").is_file() else "metrics.csv"
+    status, verdicts = status_now(record), read_json(folder / "verdicts.json", [])
     return header | {
-        "status": status_now(record),
+        "status": status,
+        "question": given.get("question") or record.get("question") or "",
+        "answer": answer(status, verdicts, record.get("message") or ""),
         "message": record.get("message", ""),
-        "verdicts": read_json(folder / "verdicts.json", []),
+        "verdicts": verdicts,
         "tables": ({"Parameters": list(given.items())} if given else {})
         | {"Environment": _environment(facts)},
         "footer": f"{run}. The numbers are in {numbers} beside this file.",
     }
+
+
+def _figures(folder: Path) -> list[dict[str, str]]:
+    """Up to MOST_FIGURES of a run's figures, the first it drew first, as addresses of data."""
+    import base64
+
+    kinds = {".svg": "image/svg+xml", ".png": "image/png"}
+    files = [path for path in (folder / "figures").glob("*") if path.suffix in kinds]
+    files.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
+    found = []
+    for path in list({path.stem: path for path in files}.values())[:MOST_FIGURES]:
+        content = base64.b64encode(path.read_bytes()).decode()
+        data = f"data:{kinds[path.suffix]};base64,{content}"
+        found.append({"name": path.stem.replace("_", " "), "data": data})
+    return found
 
 
 def answer(status: str, verdicts: list[dict], message: str = "") -> dict[str, str]:
