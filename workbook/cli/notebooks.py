@@ -1,6 +1,7 @@
 """`nsa notebooks`, `run`, `runs`, `show`, `report` and `env`: notebooks and stored runs."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -65,8 +66,7 @@ def init(arguments) -> int:
 
 def run(arguments) -> int:
     """Run a notebook into a dated folder: checked parameters, live log, HTML report."""
-    from workbook.runs import identity, parameters, places, store
-    from workbook.runs.run import run_notebook
+    from workbook.runs import identity, parameters, places
 
     path = identity.find_notebook(arguments.notebook, arguments.notebooks)
     declared = parameters.declared(path)
@@ -77,6 +77,13 @@ def run(arguments) -> int:
         name, value = pair(text, "-p tokens=512")
         known = declared.get(name)
         given[name] = parameters.parse(value, known.type) if known else value
+    given = parameters.check(declared, given)
+    parameters.check_backends(given)
+
+    # They load torch, which takes seconds: a wrong value is refused before.
+    from workbook.runs import store
+    from workbook.runs.run import run_notebook
+
     result = run_notebook(
         path,
         given,
@@ -94,19 +101,45 @@ def run(arguments) -> int:
 
 
 def runs(arguments) -> int:
-    """List the runs, oldest first."""
+    """List the runs, oldest first: how each ended, for how long, where and of which commit."""
     from workbook.runs.files import plain
+    from workbook.runs.report import lasted
     from workbook.runs.store import open_store
 
     table = open_store(arguments.runs).runs()
     if arguments.json:
         print(json.dumps(plain(table.to_dict("records")), indent=2))
     elif len(table):
-        shown = ["run", "status", "verdict", "seconds", "device", "torch", "commit"]
-        print(table[shown].fillna("").to_string(index=False))
+        rows = table.astype(object).fillna("").to_dict("records")
+        print(_fitted([[r["run"], _ended(r), lasted(r["seconds"]), r["device"], r["commit"]]
+                       for r in rows]))  # fmt: skip
     else:
         print(f"no runs in {arguments.runs}")
     return GOOD
+
+
+HEADS = ["run", "ended", "lasted", "measured on", "commit"]
+WIDEST = 100  # columns of a terminal that a table fits
+
+
+def _ended(row: dict) -> str:
+    """Verdict of a run that ended well, else its status."""
+    return (row["verdict"] if row["status"] == "ok" else row["status"]) or "ok"
+
+
+def _fitted(rows: list[list[str]]) -> str:
+    """Table of runs, WIDEST wide: commits are cut to 8 digits, and the devices to what is left."""
+    rows = [[*row[:3], re.sub("NVIDIA |: .*", "", row[3]), row[4][:8]] for row in rows]
+    widths = [max(map(len, column)) for column in zip(HEADS, *rows, strict=True)]
+    room = WIDEST - sum(widths[:3]) - widths[4] - 2 * (len(widths) - 1)
+    widths[3] = min(widths[3], max(room, len(HEADS[3])))
+    return "\n".join(
+        "  ".join(
+            f"{text if len(text) <= width else text[: width - 3] + '...':{width}}"
+            for text, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in (HEADS, *rows)
+    )
 
 
 def show(arguments) -> int:

@@ -1,6 +1,8 @@
 """`nsa site`: all runs as pages that need no network."""
 
 import sys
+import time
+from collections.abc import Callable
 
 from workbook.cli.options import GOOD, command
 
@@ -20,8 +22,30 @@ def site(arguments) -> int:
     from workbook.runs.site.build import build
 
     folders = results.committed(arguments.runs) if arguments.committed else None
-    made = build(arguments.runs, arguments.to, folders=folders)
+    say = _on_one_line if sys.stderr.isatty() else _now_and_then()
+    made = build(arguments.runs, arguments.to, folders=folders, say=say)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     for line in made.warnings:
         print(line, file=sys.stderr)
     print(f"{made.index}  {made.runs} runs, {made.written} of them new or changed")
     return GOOD
+
+
+SECONDS = 5.0  # between two lines of progress in a log
+
+
+def _on_one_line(text: str) -> None:
+    print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+
+
+def _now_and_then() -> Callable[[str], None]:
+    said = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal said
+        if time.monotonic() - said >= SECONDS:
+            said = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    return say

@@ -18,7 +18,7 @@ BESIDE = "whyhung", "workbook"  # the packages beside it, which are part of the 
 
 
 def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
-    """Find a notebook by path, name, number or part of its name (`01`, `memory_scaling`,
+    """Find a notebook by path, name, number or part of its name (`1`, `01`, `memory_scaling`,
     `scaling`). ValueError for a missing path; if no name or several match, it lists the nearest."""
     path = Path(name)
     if path.suffix == ".ipynb" and path.is_file():
@@ -31,8 +31,10 @@ def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
         raise ValueError(f"no notebooks in {folder}; name one by its path")
     name = path.stem if path.suffix == ".ipynb" else str(name)
     named = {stem: (stem, re.sub(r"^\d+_", "", stem)) for stem in found}
+    number = re.compile(rf"0*{int(name)}_" if name.isdecimal() else r"\b\B")
     fits = (
         [stem for stem, names in named.items() if name in names]
+        or [stem for stem in found if number.match(stem)]
         or [stem for stem, names in named.items() if any(n.startswith(name) for n in names)]
         or [stem for stem in found if name in stem]
     )
@@ -54,9 +56,17 @@ def question(notebook: str | Path) -> str:
     for text in texts[:3]:
         found = re.search(r"^\W*question\W*\s+(.+?)(?:\n\s*\n|\n#|\Z)", text, re.I | re.S | re.M)
         if found:
-            return re.sub(r"[*_`]{1,2}", "", " ".join(found.group(1).split()))
-    title = re.search(r"^#\s+(.+)$", texts[0], re.M) if texts else None
-    return title.group(1).strip() if title else ""
+            # underscores inside a name are no emphasis
+            marks = r"[*`]{1,2}|(?<!\w)_{1,2}|_{1,2}(?!\w)"
+            return re.sub(marks, "", " ".join(found.group(1).split()))
+    return title(cells)
+
+
+def title(cells: list[dict]) -> str:
+    """First heading of the first text cell, or ""."""
+    texts = ["".join(c["source"]) for c in cells if c.get("cell_type") == "markdown"]
+    found = re.search(r"^#\s+(.+)$", texts[0], re.M) if texts else None
+    return found.group(1).strip() if found else ""
 
 
 def run_id(

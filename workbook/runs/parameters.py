@@ -23,6 +23,7 @@ EXAMPLES |= {"list[int]": "128,256", "list[float]": "0.5,1.0", "list[str]": "gat
 EXAMPLES |= {"dict": "'{layers: [1, 2]}'", "list": "'[{layers: 1}]'"}  # of any content, as in YAML
 RANGE = re.compile(r"\(\s*(-?[\d.]+?)\s*\.\.\s*(-?\d[\d.]*)?\s*\)")
 CHOICES = re.compile(r"one of:?\s+([^;()]+)")
+BACKENDS = re.compile(r"(^|_)backends?$")
 CHECKED_BY = re.compile(r"^#\s*checked by\s+(.+)$", re.MULTILINE)
 
 
@@ -218,6 +219,20 @@ def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, An
             raise ValueError(f"unknown parameter {name!r}; {nearest(name, declared, 0.4)}")
         found[name] = _checked(declared[name], value)
     return found
+
+
+def check_backends(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a parameter `backend`, `backends` or `..._backends` that names none.
+
+    The names are those of the library's files: its registry, which checks the rest, loads torch.
+    """
+    files = (identity.PACKAGE / "attention" / "backends").glob("[a-z]*.py")
+    known = ["auto", "dense", *sorted(file.stem for file in files)]
+    for name, value in given.items():
+        if BACKENDS.search(name):
+            for one in [value] if isinstance(value, str) else value:
+                if re.split("[:-]", one)[0] not in known:
+                    raise ValueError(f"{name}={one!r} is unknown; {nearest(one, known, 0.5)}")
 
 
 def filled(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from workbook.runs.files import read_json, write_atomically, write_json
 from workbook.runs.record import load, status_now
 
 TEMPLATES = Path(__file__).with_name("templates")
+SHOWN = {"report.html": "report", "notebook.ipynb": "notebook", "figures": "figures",
+         "metrics.csv": "numbers", "stderr.log": "log"}  # fmt: skip
+MOST_FIGURES = 3  # above the notebook
 REMOTE = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)
 
 
@@ -71,8 +74,9 @@ def index(root: str | Path) -> Path:
     for folder in reversed(store.open_store(root).folders()):
         row = {k: "" if v is None else v for k, v in store.summary(folder, root).items()}
         row["started"] = _when(row)
-        there = (folder / "report.html").is_file()
-        row["link"] = quote(f"{row['run']}/report.html") if there else ""
+        # a clone has no reports; what it has is linked
+        there = [name for name in SHOWN if (folder / name).exists()]
+        row["links"] = {SHOWN[name]: quote(f"{row['run']}/{name}") for name in there}
         rows.append(row)
     template = jinja2.Template((TEMPLATES / "index.html.j2").read_text(encoding="utf-8"))
     root.mkdir(parents=True, exist_ok=True)
@@ -96,6 +100,7 @@ def _header(folder: Path, notebook: Path) -> dict:
     run, took = record.get("run_id") or notebook.stem, lasted(record.get("seconds"))
     device = store.Run(folder).devices()
     header = {
+        "figures": _figures(folder) if record else [],
         "title": f"{record.get('notebook') or notebook.stem} · {_when(record)}".strip(" ·"),
         "crumb": " · ".join(filter(None, [run, _when(record), took, device])),
         "status": "notebook",
@@ -108,14 +113,48 @@ def _header(folder: Path, notebook: Path) -> dict:
     facts, file = read_json(folder / "environment.json", {}), folder / "parameters.yaml"
     given = parameters.read_file(file) if file.is_file() else {}
     numbers = "losses.csv" if (folder / "losses.csv").is_file() else "metrics.csv"
+    status, verdicts = status_now(record), read_json(folder / "verdicts.json", [])
     return header | {
-        "status": status_now(record),
+        "status": status,
+        "question": given.get("question") or record.get("question") or "",
+        "answer": answer(status, verdicts, record.get("message") or ""),
         "message": record.get("message", ""),
-        "verdicts": read_json(folder / "verdicts.json", []),
+        "verdicts": verdicts,
         "tables": ({"Parameters": list(given.items())} if given else {})
         | {"Environment": _environment(facts)},
         "footer": f"{run}. The numbers are in {numbers} beside this file.",
     }
+
+
+def _figures(folder: Path) -> list[dict[str, str]]:
+    """Up to MOST_FIGURES of a run's figures, the first it drew first, as addresses of data."""
+    import base64
+
+    kinds = {".svg": "image/svg+xml", ".png": "image/png"}
+    files = [path for path in (folder / "figures").glob("*") if path.suffix in kinds]
+    files.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
+    found = []
+    for path in list({path.stem: path for path in files}.values())[:MOST_FIGURES]:
+        content = base64.b64encode(path.read_bytes()).decode()
+        data = f"data:{kinds[path.suffix]};base64,{content}"
+        found.append({"name": path.stem.replace("_", " "), "data": data})
+    return found
+
+
+def answer(status: str, verdicts: list[dict], message: str = "") -> dict[str, str]:
+    """Answer of a run in one line: its worst verdict, or a status other than ok, as `word`; the
+    first claim with that verdict, or the message, and how many claims hold, as `text`."""
+    worst = store.overall(verdicts)
+    of = [str(v.get("claim", "")) for v in verdicts if v.get("verdict") == worst]
+    passed = sum(v.get("verdict") == "PASS" for v in verdicts)
+    counted = f"{passed} of {len(verdicts)} claims hold"
+    if status not in ("ok", ""):
+        text = "; ".join(filter(None, [message.rstrip("."), counted if verdicts else ""]))
+        return {"word": status, "text": text or "it did not reach its end"}
+    if not of:
+        return {"word": worst or status, "text": message or "it reached its end and claims nothing"}
+    claim = re.sub(r"\s*\[[^\]]*\]$", "", of[0])  # trials; the table has them
+    return {"word": worst, "text": f"{claim}; {counted}" if len(verdicts) > 1 else claim}
 
 
 def lasted(seconds: Any) -> str:

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 from processes import environment_with_package, wait_until_there
 from sample_notebooks import SET_UP, hang_after, write_notebook
+from stored_runs import store_run
 
 import nsa
 from workbook import runs as workbook
@@ -120,6 +122,19 @@ def test_bad_input_is_one_clear_line_and_exits_with_2(place, capsys, words, mess
     assert not (place / "runs").exists()
 
 
+@pytest.mark.processes
+def test_a_wrong_value_is_refused_before_torch_is_loaded(place):
+    both = "layers: int = 2  # how many\nbackend: str = 'auto'  # which"
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, parameters=both)
+    code = """
+import sys
+from workbook.cli.main import main
+for given in ("layers=ten", "layer=3", "backend=foo"):
+    print(main(["run", "tiny", "-p", given]), "torch" in sys.modules)
+"""
+    assert processes.printed_by(code).split() == 3 * ["2", "False"]
+
+
 def test_the_version_is_told_with_where_it_is_imported_from(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--version"])
@@ -177,6 +192,18 @@ def test_the_environment_is_shown_as_text_and_as_json(capsys):
 def test_no_runs_are_said_and_are_an_empty_list(place, capsys):
     assert printed_by(capsys, "runs") == "no runs in runs\n"
     assert json.loads(printed_by(capsys, "runs", "--json")) == []
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "cpu: " + 30 * "x", "A" + 120 * "y"])
+def test_the_table_of_runs_fits_100_columns(place, capsys, device):
+    store_run("runs", "06_case_study_settlement", gpu=device, seconds=4321.0)
+    store_run("runs", "01_tiny", [("AIM MISSED", "fast")], gpu="cpu", started="2026-11-02")
+    store_run("runs", "01_tiny", status="failed", started="2026-11-03", seconds=None)
+    lines = printed_by(capsys, "runs").splitlines()
+    assert max(map(len, lines)) <= 100 and len(lines) == 4
+    assert lines[0].split() == ["run", "ended", "lasted", "measured", "on", "commit"]
+    assert "  ok " in lines[1] and "72.0 min" in lines[1] and lines[1].endswith("  cccccccc")
+    assert "AIM MISSED" in lines[2] and "failed" in lines[3] and "nan" not in lines[3]
 
 
 def test_a_lost_run_shows_as_lost_and_exits_with_1(place, capsys):

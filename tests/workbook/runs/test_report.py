@@ -100,6 +100,36 @@ def test_the_header_names_run_status_verdicts_parameters_and_environment(folder)
     assert facts["gpu"] == "none" and facts["commit"] == "not in a git repository"
 
 
+def test_a_report_begins_with_question_answer_and_three_figures_at_most(folder):
+    record = report.load(folder) | {"status": "ok", "message": "", "question": "Does it <grow>?"}
+    write_json(folder / "record.json", record)
+    (folder / "figures").mkdir()
+    for name in ("a", "b", "c", "d"):
+        (folder / "figures" / f"{name}.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    header = page(report.render(folder)).find("header", class_="report")
+    assert header.find(class_="question").text == "Does it <grow>?"
+    assert header.find(class_="answer").text == "FAIL it grows <linearly>"
+    images = header.find_all("img")
+    assert [image["alt"] for image in images] == ["Figure a", "Figure b", "Figure c"]
+    assert all(image["src"].startswith("data:image/svg+xml;base64,") for image in images)
+
+
+@pytest.mark.parametrize(
+    ("status", "verdicts", "word", "text"),
+    [
+        ("ok", "PASS a [0123456789ab]|PASS b", "PASS", "a; 2 of 2 claims hold"),
+        ("ok", "PASS a|AIM_MISSED b", "AIM MISSED", "b; 1 of 2 claims hold"),
+        ("failed", "PASS a", "failed", "it broke; 1 of 1 claims hold"),
+        ("lost", "", "lost", "it broke"),
+        ("ok", "", "ok", "it broke."),
+    ],
+)
+def test_the_answer_of_a_run_is_its_worst_verdict_in_one_line(status, verdicts, word, text):
+    pairs = [one.split(" ", 1) for one in verdicts.split("|") if one]
+    given = [{"verdict": v.replace("_", " "), "claim": claim} for v, claim in pairs]
+    assert report.answer(status, given, "it broke.") == {"word": word, "text": text}
+
+
 def test_code_is_folded_but_that_of_a_failed_cell_and_what_was_printed_is_text(folder):
     path = report.render(folder)
     cells = page(path).find_all("details", class_="code")
@@ -120,11 +150,16 @@ def test_a_notebook_without_run_has_a_page_too_and_a_folder_without_notebook_non
         report.render(tmp_path)
 
 
-def test_the_index_lists_runs_newest_first_and_links_their_reports(folder):
+def test_the_index_lists_runs_newest_first_and_links_what_is_there(folder):
     root = folder.parents[1]
     assert "nsa run" in report.index(root / "none").read_text(), (
         "of no runs it says how to make one"
     )
+    cloned = page(report.index(root))
+    assert [tag.text for tag in cloned.find_all("a")] == [
+        folder.parent.name + "/" + folder.name,
+        "notebook",
+    ]
     report.render(folder)
     newer = opening.create_folder(root, "02_speed-aaaaaaaa", "2026-11-22")
     started = "2026-11-22T10:00:00+00:00"
@@ -133,6 +168,7 @@ def test_the_index_lists_runs_newest_first_and_links_their_reports(folder):
     rows = [row.find("td").text for row in html.find_all("tr")[1:]]
     assert rows == ["2026-11-22/02_speed-aaaaaaaa", "2026-11-21/01_tiny-12345678"]
     links = [tag["href"] for tag in html.find_all("a")]
-    assert links == ["2026-11-21/01_tiny-12345678/report.html"]
-    assert (root / links[0]).is_file()
+    there = [f"2026-11-21/01_tiny-12345678/{name}" for name in ("report.html", "notebook.ipynb")]
+    assert links == [there[0], *there]
+    assert all((root / link).is_file() for link in links)
     assert "http" not in (root / "index.html").read_text()

@@ -205,9 +205,10 @@ def test_the_id_names_parameters_source_and_environment_and_not_outputs(tmp_path
     assert len(found) == 7
 
 
-@pytest.mark.parametrize("name", ["01_tiny", "tiny", "01", "ti", "iny", "01_tiny.ipynb"])
+@pytest.mark.parametrize("name", ["01_tiny", "tiny", "01", "1", "ti", "iny", "01_tiny.ipynb"])
 def test_a_notebook_is_found_by_name_number_or_part_and_by_its_path(place, name):
-    write_notebook(place / "notebooks" / "02_speed.ipynb", "1")
+    for other in ("02_speed", "10_soak", "11_decode"):
+        write_notebook(place / "notebooks" / f"{other}.ipynb", "1")
     assert identity.find_notebook(name, place / "notebooks").stem == "01_tiny"
     path = place / "notebooks" / "01_tiny.ipynb"
     assert identity.find_notebook(path, "nowhere") == path

@@ -1,12 +1,14 @@
 """Answers on the front page, from stored rows: which backend at a T, what fits, who hangs."""
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from workbook.runs import metrics
+from workbook.runs.claim import LACKS
 from workbook.runs.looks import length
-from workbook.runs.site.data import rows_of
+from workbook.runs.site.data import NUMBERS, rows_of
 
 Run = dict[str, Any]
 MODES = ("forward", "backward")
@@ -16,35 +18,68 @@ NOT_A_BACKEND = re.compile(r"limit$")  # a limit of physics is no implementation
 
 
 def speed(runs: Iterable[Run]) -> list[dict]:
-    """Tables of attention's forward and backward on GPUs, one a GPU, shape and kind of queries;
-    those with the most T first. `runs`, newest first: the newest value of a point is used."""
+    """Tables of attention's forward and backward on GPUs, one a GPU and setting of a call; those
+    with the most T first. `runs`, newest first: the newest value of a point is used."""
     found: dict[tuple, dict[float, dict]] = {}
     for run in runs:
         here: dict[tuple, dict[str, dict]] = {}
         for row in rows_of(run, "latency", _is_time):
-            shape = tuple((name, row.get(name)) for name in SHAPE if row.get(name) is not None)
-            point = (row["device"], shape, row.get("queries") or "", row["x_value"])
+            point = (row["device"], _settings(row), row["x_value"])
             kind = "nsa" if row["operation"] == "nsa_attention" else "dense"
             here.setdefault((point, kind, row["backend"]), {})[row["mode"]] = row["median"]
         for (point, kind, backend), times in here.items():
             if set(times) == set(MODES):
                 *table, tokens = point
                 kinds = found.setdefault(tuple(table), {}).setdefault(tokens, {})
-                value = {"total": sum(times.values()), "run": run["run"], "backend": backend}
+                value = _of(run) | {"total": sum(times.values()), "backend": backend}
                 value["text"] = " + ".join(_short(times[mode]) for mode in MODES)
                 kinds.setdefault(kind, {}).setdefault(backend, value)
-    tables = []
-    for (device, shape, queries), points in found.items():
-        sizes = dict(shape)
-        words = [f"{letter} {sizes[name]}" for name, letter in SHAPE.items() if name in sizes]
-        title = ", ".join([device, *words, *([f"{queries} queries"] if queries else [])])
-        rows = [_fastest(tokens, points[tokens]) for tokens in sorted(points)]
-        tables.append({"title": title, "rows": rows})
-    return sorted(tables, key=lambda t: (-len(t["rows"]), t["title"]))
+
+    def title(device: str, settings: dict) -> str:
+        words = [
+            f"{letter} {settings[n]}".strip() for n, letter in SHAPE.items() if settings.get(n)
+        ]
+        queries = settings.get("queries")
+        return ", ".join([device, *words, *([f"{queries} queries"] if queries else [])])
+
+    return _tables(found, title, {*SHAPE, "queries"})
 
 
 HOW = {"compile": "compiled", "cuda_graph": "CUDA graph"}
 SHAPE = {"heads": "HQ", "kv_heads": "HKV", "dim": "D", "dtype": ""}
+# Columns of a row that are no settings of what was measured: how often and how long it was, its
+# labels, and the axes of the tables.
+NO_SETTINGS = {"operation", "backend", "mode", "metric", "unit", "x_name", "device", "seed", "data",
+               "tokens", "steps", "warmup", "threads", "variant", "arm", *NUMBERS}  # fmt: skip
+
+
+def _settings(row: dict, also: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
+    """Settings that the row was measured with, but for those named in `also`."""
+    left_out = NO_SETTINGS | set(also)
+    left_out |= {"value_dim"} if row.get("value_dim") == row.get("dim") else set()
+    return tuple(sorted((n, v) for n, v in row.items() if n not in left_out and v is not None))
+
+
+def _of(run: Run) -> dict[str, str]:
+    return {"run": run["run"], "date": str(run.get("started") or run["run"])[:10]}
+
+
+def _tables(
+    found: dict[tuple, dict[float, dict]], title: Callable[[str, dict], str], told: Collection[str]
+) -> list[dict]:
+    """Tables of `found`, by (device, settings), T and kind. A title also has the settings that it
+    does not tell and in which tables differ."""
+    settings = [dict(given) for _, given in found]
+    names = {name for given in settings for name in given} - set(told)
+    differ = sorted(n for n in names if len({given.get(n) for given in settings}) > 1)
+    tables = []
+    for (device, given), points in found.items():
+        own = dict(given)
+        more = [f"{n} {own[n]}" for n in differ if own.get(n) not in (None, "", False)]
+        rows = [_fastest(tokens, points[tokens]) for tokens in sorted(points)]
+        tables.append({"title": ", ".join([title(device, own), *more]), "device": device,
+                       "rows": rows})  # fmt: skip
+    return sorted(tables, key=lambda t: (-len(t["rows"]), t["title"]))
 
 
 def _is_time(row: dict) -> bool:
@@ -64,11 +99,13 @@ def _fastest(tokens: float, kinds: dict[str, dict[str, dict]]) -> dict[str, Any]
         first, *others = sorted(values.values(), key=lambda v: v["total"])
         row[kind] = first | {"others": others}
     nsa, dense = row["nsa"], row["dense"]
+    row["dates"] = {one["run"]: one["date"] for one in (nsa, dense) if one}
     row["said"] = f"T {length(tokens)}: "
     if nsa:
         row["said"] += f"{nsa['backend']}, {nsa['text']} ms"
     if nsa and dense:
-        row["ratio"] = _ratio(dense["total"] / nsa["total"], nsa["run"] != dense["run"])
+        row["times"] = dense["total"] / nsa["total"]
+        row["ratio"] = _ratio(row["times"], nsa["run"] != dense["run"])
         row["said"] += f"; {row['ratio']} than {dense['backend']} ({dense['text']} ms)"
     return row
 
@@ -79,8 +116,8 @@ def _ratio(times: float, two_runs: bool) -> str:
 
 
 def training(runs: Iterable[Run]) -> list[dict]:
-    """Tables of tokens a second of one rank, by GPU and model, rows as in `speed`: the newest value
-    of each way to train."""
+    """Tables of tokens a second of one rank, by GPU, model and setting, rows as in `speed`: the
+    newest value of each way to train, with the batch that was fastest."""
     found: dict[tuple, dict[float, dict]] = {}
     for run in runs:
         best: dict[tuple, dict] = {}
@@ -93,25 +130,44 @@ def training(runs: Iterable[Run]) -> list[dict]:
             if (settled.get("ranks") or 1) != 1 or settled.get("observe"):
                 continue
             kind = "dense" if "dense" in (settled.get("attention"), row["backend"]) else "nsa"
-            model = f"{metrics.model_name(settled)}, {settled.get('precision') or ''}".strip(", ")
             name = "dense twin" if kind == "dense" else row["backend"]
             name = ", ".join([name, *(word for key, word in HOW.items() if settled.get(key))])
-            value = {"backend": name, "total": 1 / row["median"], "run": run["run"]}
+            value = _of(run) | {"backend": name, "total": 1 / row["median"]}
             value["text"] = f"{row['median']:,.0f}"
-            point = ((row["device"], model), row["x_value"], kind, name)
+            value["batch"] = settled.get("batch")
+            settings = _settings(
+                settled, ("attention", "batch", "ranks", "parallel", "observe", *HOW)
+            )
+            point = ((row["device"], settings), row["x_value"], kind, name)
             if point not in best or value["total"] < best[point]["total"]:  # the better of two
                 best[point] = value
         for (table, tokens, kind, name), value in best.items():
             kinds = found.setdefault(table, {}).setdefault(tokens, {})
             kinds.setdefault(kind, {}).setdefault(name, value)
-    tables = [
-        {
-            "title": f"{model}, one {device}",
-            "rows": [_fastest(t, points[t]) for t in sorted(points)],
-        }
-        for (device, model), points in found.items()
-    ]
-    return sorted(tables, key=lambda t: (-len(t["rows"]), t["title"]))
+
+    def title(device: str, settings: dict) -> str:
+        precision = settings.get("precision") or ""
+        words = [metrics.model_name(settings), precision, f"one {device}"]
+        return ", ".join(filter(None, words))
+
+    return _tables(found, title, {"preset", "model", "layers", "precision"})
+
+
+def front(tables: list[dict], device: str = "", at: float = 32768) -> dict[str, Any] | None:
+    """Row nearest to T `at` of the first table that compares NSA with dense attention, of `device`
+    if there is one, else of the first that has NSA. `title` and `device` are its table's, `wins` is
+    the shortest T from which on NSA is faster, or None. None if there is no such row."""
+    tables = sorted(tables, key=lambda table: table["device"] != device)
+    for wanted in ("ratio", "nsa"):
+        for table in tables:
+            if rows := [row for row in table["rows"] if row[wanted]]:
+                best = min(rows, key=lambda row: abs(math.log(row["tokens"] / at)))
+                slower = max((r["tokens"] for r in rows if r.get("times", 1) < 1), default=0)
+                wins = next(
+                    (r["tokens"] for r in rows if "times" in r and r["tokens"] > slower), None
+                )
+                return best | {name: table[name] for name in ("title", "device")} | {"wins": wins}
+    return None
 
 
 def _same(run: Run) -> dict[str, Any]:
@@ -127,6 +183,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "dtype": (None, "{}"), "checkpoint": ("", "layers {} recomputed"),
     "compile": (False, "compiled"), "cuda_graph": (False, "CUDA graph"), "ranks": (1, "{} ranks"),
     "parallel": ("none", "{}"), "optimizer": (None, "{}"), "changes": (None, "{}"),
+    "observe": (False, "observed"), "allocator": ("", "{}"), "anomaly": (False, "anomaly mode"),
 }  # fmt: skip
 
 
@@ -193,15 +250,21 @@ def _is_peak(row: dict) -> bool:
 
 
 def hung(runs: Iterable[Run]) -> list[dict]:
-    """Sentences on reported hangs, from the newest runs that decide them."""
+    """Sentences on reported hangs: of the newest run that decides each, or, if that passes, of the
+    one that counted most."""
     runs, said = list(runs), []
     for notebook, pattern in HUNG:
+        found = []
         for run in (r for r in runs if r["notebook"].startswith(notebook)):
-            of_run = [v for v in run["verdicts"] if re.match(pattern, v["claim"])]
-            if of_run:
-                claim = re.sub(r"\s*\[[^\]]*\]$", "", of_run[0]["claim"])
-                said.append({"run": run["run"], "verdict": of_run[0]["verdict"], "claim": claim})
-                break
+            for verdict in (v for v in run["verdicts"] if re.match(pattern, v["claim"])):
+                claim = re.sub(r"\s*\[[^\]]*\]$", "", verdict["claim"])
+                where = ", ".join(run.get("device") or ["an unknown device"])
+                about = {"verdict": verdict["verdict"], "claim": claim, "device": where}
+                about["short"] = claim.partition(LACKS)[0]
+                found.append(_of(run) | about)
+        if found and found[0]["verdict"] == "PASS":
+            found = [max(found, key=lambda one: int(re.findall(r"of (\d+)", one["claim"])[0]))]
+        said += found[:1]
     return said
 
 

@@ -9,14 +9,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from workbook.runs import age, environment, store
 from workbook.runs.files import write_atomically
-from workbook.runs.site import answers, data, pages
+from workbook.runs.site import answers, data, fits, pages
 
 HERE = Path(__file__).parent
 WORK = ".build"  # in the site's folder: sources, caches of Sphinx and of this module, a lock
@@ -41,12 +42,14 @@ def build(
     *,
     folders: Iterable[Path] | None = None,
     docs: str | Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Site:
     """Write the site of the runs below `root`, or of the given folders, into the folder `to`.
 
     Pages of runs whose files did not change stay as they are. `docs`: a folder of Markdown that is
-    shown as well; by default the repository's. ValueError if `root` is no folder, `to` contains
-    something else, another build is running there, or Sphinx cannot be run.
+    shown as well; by default the repository's. `say` is called with each step. ValueError if `root`
+    is no folder, `to` contains something else, another build is running there, or Sphinx cannot be
+    run.
     """
     root, to = Path(root), Path(to)
     if not root.is_dir():
@@ -62,14 +65,20 @@ def build(
     with _alone(work):
         source = work / "source"
         found = list(folders) if folders is not None else _folders(root)
-        runs = [data.collect(folder, root, work / "runs") for folder in found]
-        pairs = sorted(zip(runs, found, strict=True), key=lambda p: str(p[0]["started"]))[::-1]
-        written = sum(_run(run, folder, source, to) for run, folder in pairs)
-        runs = [run for run, _ in pairs]
+        pairs, written = [], 0
+        for number, folder in enumerate(found, 1):
+            run = data.collect(folder, root, work / "runs")
+            pairs.append((run, folder))
+            written += _run(run, folder, source, to)
+            say(f"{number} of {len(found)} runs read, {written} of them new or changed")
+        runs = [run for run, _ in sorted(pairs, key=lambda p: str(p[0]["started"]))[::-1]]
         names = _docs(Path(docs), source / "docs", {run["run"] for run in runs})
         _tables(runs, names, source)
         _forget({run["run"] for run in runs}, names, source, to, work)
-        warnings = _sphinx(source, to, work)
+        warnings: tuple[str, ...] = ()
+        if _text(work / "made") != data.digest(_sources(source, to)):
+            warnings = _sphinx(source, to, work, say)
+            _write(work / "made", data.digest(_sources(source, to)))
     return Site(to / "index.html", len(runs), written, warnings)
 
 
@@ -96,6 +105,16 @@ def _alone(work: Path) -> Iterator[None]:
                 f"another `nsa site` is at work in {work.parent}; wait for it"
             ) from None
         yield
+
+
+def _sources(source: Path, to: Path) -> list[Path]:
+    """Files that pages are made of, and the front page, which somebody may have removed."""
+    ours = [path for path in HERE.rglob("*") if path.suffix in (".py", ".css", ".js")]
+    return [*ours, *source.rglob("*.md"), *source.rglob("*.ipynb"), to / "index.html"]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _write(path: Path, text: str) -> bool:
@@ -129,7 +148,7 @@ def _run(run: dict, folder: Path, source: Path, to: Path) -> bool:
 
 
 def _tables(runs: list[dict], docs: list[str], source: Path) -> None:
-    """Write the front page, the tables of runs and of claims, the page of comparisons."""
+    """Write the front page, those of its answers, the tables of runs and of claims, comparisons."""
     books: dict[str, list[dict]] = {}
     for run in runs:
         counts = Counter(v["verdict"] for v in run["verdicts"])
@@ -150,7 +169,11 @@ def _tables(runs: list[dict], docs: list[str], source: Path) -> None:
     values["words"] = age.WORDS
     for ask in (answers.speed, answers.training, answers.memory, answers.hung):
         values[ask.__name__] = ask(runs)
-    for name in ("index", "runs", "claims", "compare"):
+    values["fast"] = answers.front(values["speed"])
+    values["trained"] = answers.front(values["training"], (values["fast"] or {}).get("device", ""))
+    values["fits"] = fits.answer()
+    values["commands"] = {s: fits.command(s, "layers kept", 8192, "--fits 80") for s in fits.SIZES}
+    for name in ("index", "speed", "fits", "hung", "runs", "claims", "compare"):
         _write(source / f"{name}.md", pages.html(f"{name}.md.j2", **values))
 
 
@@ -223,14 +246,27 @@ def _forget(runs: set[str], docs: list[str], source: Path, to: Path, work: Path)
             (to / "docs" / f"{page.stem}.html").unlink(missing_ok=True)
 
 
-def _sphinx(source: Path, to: Path, work: Path) -> tuple[str, ...]:
+STEP = re.compile(r"(reading sources|writing output)\.\.\. \[ *(\d+)%\]")
+
+
+def _sphinx(source: Path, to: Path, work: Path, say: Callable[[str], None]) -> tuple[str, ...]:
     """Run Sphinx in its own process; return its warnings. ValueError with its output on failure."""
-    command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-j", "auto", "-c", str(HERE)]
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-j", "auto", "-c", str(HERE)]
     command += ["-d", str(work / "doctrees"), str(source), str(to)]
     places = [str(environment.PACKAGE.parent), os.environ.get("PYTHONPATH")]
-    with_us = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
-    done = subprocess.run(command, capture_output=True, text=True, env=with_us)
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    if done.returncode:
+    with_us = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places)), "NO_COLOR": "1"}
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        say("Sphinx starts")
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=with_us
+        ) as sphinx:
+            for line in sphinx.stdout:
+                for step, percent in STEP.findall(line):
+                    say(f"Sphinx, {step}: {percent} %")
+        errors.seek(0)
+        lines = [line.rstrip() for line in errors if line.strip()]
+    for copy in (work / "pictures").rglob("*.ipynb"):  # myst-nb's, of which no page makes use
+        copy.unlink()
+    if sphinx.returncode:
         raise ValueError("Sphinx could not build the site: " + " / ".join(lines[-3:]))
     return tuple(line.replace(f"{source.resolve()}/", "") for line in lines)

@@ -50,6 +50,7 @@ ACTIVE = re.compile(
 def setup(app) -> dict:
     app.connect("builder-inited", keep_inside, priority=900)  # after myst-nb's own
     app.connect("doctree-read", close, priority=1)
+    app.connect("doctree-resolved", unlink)
     app.connect("html-page-context", page)
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}
@@ -73,10 +74,21 @@ def close(app, doctree) -> None:
             raw.replace_self(nodes.raw("", html, format="html"))
 
 
+def unlink(app, doctree, name) -> None:
+    """Turn links to files that the site does not have into text."""
+    for link in list(doctree.findall(nodes.reference)):
+        if re.match(r"#?[^#:]*\.(md|ipynb|py)\b", link.get("refuri", "")):
+            link.replace_self(link.children)
+
+
 def page(app, pagename, templatename, context, doctree) -> None:
     """Add the content policy to each page, which browsers enforce whatever a notebook contains."""
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     context["metatags"] = policy + context.get("metatags", "")
+    if pagename.startswith("runs/"):  # runs of one notebook have one heading
+        _, day, name = pagename.split("/")
+        notebook, _, id = name.partition("-")
+        context["title"] = f"{notebook}, {day}, {id}: {context.get('title', '')}"
     if pagename == "compare":
         app.add_js_file("compare.js")
 

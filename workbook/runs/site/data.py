@@ -1,12 +1,14 @@
 """Data of the site on a run: a mapping that is JSON, kept until a file of the run changes."""
 
+import contextlib
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from workbook.runs import environment, metrics, parameters, record, store
+from workbook.runs import environment, identity, metrics, parameters, record, store
 from workbook.runs.files import plain, read_json, write_atomically
 
 READ = ("record.json", "metrics.csv", "verdicts.json", "environment.json", "parameters.yaml",
@@ -49,6 +51,15 @@ def signature(folder: Path) -> str:
         if not (running and path.name == "record.json"):  # its heartbeat is no change
             digest.update(f"{path.name} {about.st_mtime_ns} {about.st_size}\0".encode())
     return digest.hexdigest()[:16]
+
+
+def digest(files: Iterable[Path]) -> str:
+    """Hash of the files' names, dates and sizes."""
+    told = hashlib.sha256()
+    for path in sorted(files):
+        about = path.stat() if path.exists() else None
+        told.update(f"{path} {about and (about.st_mtime_ns, about.st_size)}\0".encode())
+    return told.hexdigest()
 
 
 _CODE: list[str] = []
@@ -99,7 +110,7 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
         "run": name,
         "notebook": notebook,
         "question": str(question),
-        "asks": str(about.get("question") or ""),
+        "asks": asks(_book(folder), about.get("question") or "", notebook),
         "started": about.get("started") or f"{folder.parent.name}T00:00:00+00:00",
         "seconds": about.get("seconds"),
         "message": about.get("message") or "",
@@ -118,6 +129,25 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
         "rows": rows,
         "damaged": damaged,
     }
+
+
+def _book(folder: Path) -> dict[str, Any]:
+    """Notebook of a run, empty if it cannot be read: the run's page says so."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / "notebook.ipynb").read_text(encoding="utf-8"))
+    return {}
+
+
+def asks(book: dict[str, Any], question: str, name: str) -> str:
+    """Question of a notebook in one sentence: its heading, after the name before the colon, or a
+    sentence of `question` that asks, or its name."""
+    try:
+        heading = identity.title(book["cells"])
+    except (KeyError, TypeError, AttributeError):
+        heading = ""
+    sentences = re.findall(r"[^.?!]+\?", question)
+    asked = heading.partition(": ")[2] or (sentences or [heading or name])[0].strip()
+    return asked[:1].upper() + asked[1:].rstrip("?. ") + "?"
 
 
 def columns(table) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from workbook.runs import looks, report
+from workbook.runs import looks, metrics, report
 
 HERE = Path(__file__).parent
 FENCE = "`" * 12
@@ -30,6 +30,10 @@ def templates():
     made.filters["lasted"] = report.lasted
     made.filters["tokens"] = looks.length
     made.filters["first"] = first_sentence
+    # a run on a newcomer's CPU does not stand before one on a GPU
+    made.filters["on_gpu"] = lambda runs: sorted(
+        runs, key=lambda run: not any(map(metrics.is_gpu, run["device"]))
+    )
     made.globals["fence"] = FENCE
     return made
 
@@ -61,12 +65,13 @@ def run_page(folder: Path, run: dict[str, Any]) -> str:
     if cells and cells[0]["cell_type"] == "markdown":
         found = re.match(r"\s*# +(.+)\n?", cells[0]["source"])
         if found:
-            title = f"# {found[1].strip()}"
+            title = f"# {run['parameters'].get('question') or found[1].strip()}"
             cells[0]["source"] = cells[0]["source"][found.end() :]
     trials = {p.parent.name: _text(p) for p in sorted(folder.glob("trials/*/explain.txt"))}
     logs = {} if cells else {n: _text(folder / n)[-TAIL:] for n in ("stdout.log", "stderr.log")}
     files = sorted(p.name for p in folder.iterdir() if p.suffix in FILES)
     values = {"run": run, "trials": trials, "logs": logs, "files": files, "linked": _linked}
+    values["answer"] = report.answer(run["status"], run["verdicts"], run.get("message") or "")
     top = f"{title}\n\n{html('run.html.j2', **values)}"
     cells.insert(0, _markdown(top))
     if trials:
@@ -106,6 +111,8 @@ def _cell(cell: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     if "papermill-error-cell-tag" in tags or not source.strip():
         return None
     if cell["cell_type"] != "code":
+        # a run's page lies one folder deeper than its notebook did
+        source = source.replace("](../docs/", "](../../docs/")
         return _markdown(source) if cell["cell_type"] == "markdown" else None
     outputs = cell.get("outputs", [])
     status = (metadata.get("papermill") or {}).get("status", "")

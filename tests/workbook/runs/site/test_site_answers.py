@@ -56,6 +56,54 @@ def test_limits_cpus_and_halves_of_a_step_are_no_answers():
     assert answers.speed([run("a", (64, "triton", 1, None))]) == []
 
 
+CALL = [{"batch": 2}, {"window": 256}, {"select_count": 8}, {"heads": 32}, {"kv_heads": 8},
+        {"dim": 64}, {"value_dim": 64}, {"dtype": "fp16"}, {"queries": "correlated"},
+        {"shared_kv": True}, {"of_tomorrow": 1}]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", CALL, ids=str)
+def test_a_call_with_another_setting_changes_no_cell_of_a_table_of_speed(other):
+    usual = {**SHAPE, "batch": 1, "window": 512, "select_count": 16, "value_dim": 128}
+    rows = (8192, "triton", 1, 2), (8192, "dense-fa4", 2, 2), (32768, "triton", 9, 25)
+    slower = [(tokens, name, 2 * a, 3 * b) for tokens, name, a, b in rows]
+    here, there = run("a", *rows, config=usual), run("b", *slower, config=usual | other)
+    (alone,) = answers.speed([here])
+    for runs in itertools.permutations([here, there]):
+        tables = answers.speed(runs)
+        assert len({table["title"] for table in tables}) == 2
+        assert [t["rows"] for t in tables if t["rows"][0]["nsa"]["run"] == "a"] == [alone["rows"]]
+
+
+TRAINING = [{"layers": 6}, {"preset": "smoke"}, {"precision": "fp32"}, {"checkpoint": "all"},
+            {"changes": {"dim": 512}}]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", TRAINING, ids=str)
+def test_a_training_with_another_setting_changes_no_cell_of_a_table(other):
+    usual = {"precision": "bf16", "checkpoint": "", "changes": {}}
+    here = training("a", ("triton", 300, usual), ("dense", 500, usual))
+    there = training("b", ("triton", 30, usual | other), ("dense", 700, usual | other))
+    (alone,) = answers.training([here])
+    for runs in itertools.permutations([here, there]):
+        tables = answers.training(runs)
+        assert len({table["title"] for table in tables}) == 2
+        assert [t["rows"] for t in tables if t["rows"][0]["nsa"]["run"] == "a"] == [alone["rows"]]
+
+
+def test_the_front_page_tells_the_row_nearest_to_32k_and_from_where_nsa_wins():
+    of = {"device": "NVIDIA H100"}
+    rows = [(2048, "triton", 2, 2), (8192, "triton", 3, 3), (65536, "triton", 5, 5)]
+    rows += [(2048, "dense-fa4", 1, 1), (8192, "dense-fa4", 4, 4), (65536, "dense-fa4", 90, 90)]
+    tables = answers.speed([run("2026-11-21/a", *rows), run("b", *rows[1:2], *rows[4:5], **of)])
+    told = answers.front(tables)
+    assert (told["tokens"], told["wins"], told["device"]) == (65536, 8192, "NVIDIA H200")
+    assert told["dates"] == {"2026-11-21/a": "2026-11-21"}
+    assert answers.front(tables, "NVIDIA H100")["tokens"] == 8192
+    assert answers.front([]) is None
+    alone = answers.front(answers.speed([run("a", (64, "triton", 1, 1))]))
+    assert alone["nsa"]["backend"] == "triton" and alone["dense"] is None and alone["wins"] is None
+
+
 def training(name, *rows):
     made = [
         {"operation": "training", "metric": "tokens_per_second", "unit": "tokens/s",
@@ -74,6 +122,8 @@ def test_the_dense_twin_is_no_backend_of_nsa_whatever_it_is_called():
     assert row["nsa"]["text"] == "300" and row["dense"]["text"] == "500"
     assert row["ratio"] == "1.7x slower"
     assert table["title"] == "production, 12 layers, one NVIDIA H200"
+    told = answers.front([table])
+    assert told["ratio"] == "1.7x slower" and told["wins"] is None and told["tokens"] == 2048
 
 
 def test_two_ranks_and_observed_steps_are_left_out():
@@ -176,4 +226,19 @@ def test_who_is_hung_is_told_by_the_newest_run_that_asked():
     silent = {"run": "new", "notebook": "07_x", "verdicts": []}
     other = {"run": "no", "notebook": "02_x", "verdicts": asked["verdicts"]}
     (said,) = answers.hung([silent, other, asked])
-    assert said == {"run": "old", "verdict": "PASS", "claim": claim}
+    assert said["run"] == "old" and said["verdict"] == "PASS" and said["claim"] == claim
+
+
+@pytest.mark.parametrize(("newest", "told"), [("PASS", "many"), ("FAIL", "few")])
+def test_of_runs_that_asked_who_is_hung_the_larger_is_told_unless_the_newest_fails(newest, told):
+    words = "healthy ones called HANG, none wanted: 0 of"
+    few = {
+        "run": "few",
+        "notebook": "07_x",
+        "verdicts": [{"verdict": newest, "claim": f"{words} 3"}],
+    }
+    claim = f"{words} 109 at load 1; not measured: a, b"
+    many = few | {"run": "many", "verdicts": [{"verdict": "INCONCLUSIVE", "claim": claim}]}
+    (said,) = answers.hung([few, many])
+    assert said["run"] == told
+    assert said["short"] == (f"{words} 109 at load 1" if told == "many" else f"{words} 3")

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import threading
+from html import unescape
+from urllib.parse import unquote
 
 import nbformat
 import pytest
@@ -150,7 +152,8 @@ def foreign(page):
     return [url for url in page.asked if not url.startswith(("file:", "data:", "blob:"))]
 
 
-PAGES = ("index.html", "runs.html", "claims.html", "compare.html", "search.html", "genindex.html")
+PAGES = ("index.html", "runs.html", "claims.html", "compare.html", "speed.html", "fits.html",
+         "hung.html", "search.html", "genindex.html")  # fmt: skip
 RUN = "runs/2026-11-22/02_speed-22222222.html"
 GREEDY = "runs/2026-11-24/05_greedy-44444444.html"
 COMPARED = "compare.html#runs=2026-11-21/02_speed-11111111,{}"
@@ -179,6 +182,9 @@ def test_mathematics_is_drawn_by_the_browser(visit):
 
 def test_the_question_of_a_backend_at_32k_is_answered_in_two_clicks(visit):
     page = visit("index.html")
+    assert "At T 32k triton is the fastest" in page.locator("article").inner_text()
+    page.click("text=Every T, GPU and shape")
+    page.wait_for_selector("form[data-ask=speed] option", state="attached")
     tables = page.locator("form[data-ask=speed] option")
     h200 = next(text for text in tables.all_inner_texts() if text.startswith("NVIDIA H200"))
     page.select_option("form[data-ask=speed] select", h200)
@@ -194,6 +200,68 @@ def test_the_question_of_a_backend_at_32k_is_answered_in_two_clicks(visit):
     assert "Write a length" in page.locator("output").first.inner_text()
     line.locator("a").first.click()
     assert page.url.endswith(RUN)
+
+
+def test_the_question_of_1b_at_8k_in_80_gib_is_answered_on_the_front_page_and_its_table(visit):
+    page = visit("index.html")
+    said = page.locator("article").inner_text()
+    assert re.search(r"A 1B model at T 8k needs 4\d\.\d GiB .* and fits 80 GiB", said)
+    page.click("text=0.1B to 8B")
+    page.wait_for_selector("table.fits .fits-yes")
+    row = page.locator("table.fits").first.locator("tr", has_text="1B").nth(2)
+    cell = row.locator("td[data-tokens='8192']")
+    assert "fits-yes" in cell.get_attribute("class")
+    page.fill("input[name=gib] >> nth=0", "40")
+    assert "fits-no" in cell.get_attribute("class")
+    assert "fits 40 GiB" in page.locator("table.fits thead").first.inner_text()
+
+
+def test_the_question_of_a_hung_run_is_answered_by_a_command_in_one_click(visit):
+    page = visit("index.html")
+    assert "whyhung attach PID" in page.locator("article").inner_text()
+    page.click("text=The verdicts, and what to do")
+    page.wait_for_url("**/hung.html")
+    assert "nobody is left who could end it" in page.locator("article").inner_text()
+
+
+def test_the_front_page_takes_two_screens_at_most(visit):
+    page = visit("index.html", width=1400)
+    assert page.locator("article").evaluate("e => e.getBoundingClientRect().height") < 2 * 900
+
+
+def test_titles_differ_and_every_link_leads_somewhere(site):
+    pages = [p for p in site.rglob("*.html") if not {"_static", ".build"} & set(p.parts)]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    titles = [re.search(r"<title>(.*?)</title>", text, re.S)[1].strip() for text in texts.values()]
+    assert len(set(titles)) == len(titles) > 10
+    anchors = {p: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for p, text in texts.items()}
+    dead, seen = [], 0
+    for page, text in texts.items():
+        for address in re.findall(r'\b(?:href|src)="([^"]*)"', text):
+            file, _, place = unescape(address).partition("#")
+            if re.match(r"\w+:|//", address):
+                continue
+            there = (page.parent / unquote(file.partition("?")[0])).resolve() if file else page
+            # a place with "=" is for a script: what to filter, or to compare
+            found = "=" in place or not place or unquote(place) in anchors.get(there, ())
+            dead += [] if there.exists() and found else [(page.name, address)]
+            seen += 1
+    assert dead == [] and seen > 100
+
+
+def test_tables_are_read_without_javascript(browser, site):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    texts = {"speed": "6 + 6", "fits": "48.4", "runs": "02_speed", "claims": "it ran"}
+    for path, said in (texts | {"compare": "needs JavaScript"}).items():
+        page.goto(f"file://{site}/{path}.html")
+        assert said in page.locator("article").inner_text(), path
+    context.close()
+
+
+def test_a_run_begins_with_its_answer_in_one_line(visit):
+    line = visit(RUN).locator("article p").first
+    assert line.inner_text() == "PASS it ran" and line.bounding_box()["y"] < 400
 
 
 def test_the_table_sorts_filters_and_remembers(visit):
@@ -320,7 +388,9 @@ def test_an_empty_folder_of_runs_says_how_to_make_one(tmp_path, visit):
     (tmp_path / "runs").mkdir()
     to = tmp_path / "site"
     assert build.build(tmp_path / "runs", to, docs=tmp_path).runs == 0
-    assert "nsa run 02" in visit("index.html", base=to).locator("article").inner_text()
+    for path in ("index.html", "speed.html"):
+        assert "nsa run 02" in visit(path, base=to).locator("article").inner_text()
+    assert "48.4" in visit("fits.html", base=to).locator("article").inner_text()
     assert "There are no runs yet" in visit("runs.html", base=to).locator("article").inner_text()
 
 

@@ -1,7 +1,6 @@
 import fcntl
 import importlib.util
 import re
-import subprocess
 
 import pytest
 import stored_runs
@@ -45,12 +44,42 @@ def test_a_machine_without_sphinx_is_told_what_to_install(runs, tmp_path, monkey
     assert "sphinx, myst_nb, sphinx_book_theme is missing" in said and "nsa[site]" in said
 
 
+@pytest.mark.processes
 def test_what_sphinx_says_when_it_fails_is_told(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    failed = subprocess.CompletedProcess([], 2, "", "first\nOSError: No space left on device\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    failing = tmp_path / "python"
+    failing.write_text(
+        "#!/bin/sh\necho first >&2\necho OSError: No space left on device >&2\nexit 2\n"
+    )
+    failing.chmod(0o755)
+    monkeypatch.setattr(build.sys, "executable", str(failing))
     with pytest.raises(ValueError, match=r"could not build the site: .*No space left on device"):
         build.build(runs, tmp_path / "site", docs=tmp_path)
+
+
+@pytest.mark.processes  # git, for the age of a run's commit
+def test_a_build_of_what_did_not_change_starts_no_sphinx(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    made, said, index = [], [], tmp_path / "site" / "index.html"
+
+    def sphinx(source, to, work, say):
+        made.append(source)
+        index.write_text("front page")
+        return ("a warning",)
+
+    monkeypatch.setattr(build, "_sphinx", sphinx)
+
+    def built():
+        return len(made), build.build(
+            runs, tmp_path / "site", docs=tmp_path, say=said.append
+        ).warnings
+
+    assert built() == (0, ("a warning",)) and built() == (1, ())
+    stored_runs.store_run(runs, "01_tiny")
+    assert built()[1] and not built()[1] and len(made) == 2
+    assert said[-1] == "1 of 1 runs read, 0 of them new or changed"
+    index.unlink()
+    assert built()[1] and len(made) == 3
 
 
 def test_documents_lead_to_the_pages_of_the_site_or_nowhere(tmp_path):

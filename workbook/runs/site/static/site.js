@@ -79,7 +79,7 @@
     for (let e = form.nextElementSibling; e && e.matches("section.answer"); e = e.nextElementSibling) tables.push(e);
     const out = $("output", form);
     function say() {
-      const table = tables[Number(form.elements.table.value)];
+      const table = tables[form.elements.table ? Number(form.elements.table.value) : 0];
       tables.forEach((one) => { one.hidden = one !== table; });
       (form.dataset.ask === "speed" ? speed : memory)(table);
     }
@@ -98,10 +98,14 @@
     function memory(table) {
       const gib = Number(form.elements.gib.value);
       if (!(gib > 0)) { out.textContent = "Write how many GiB your GPU has."; return; }
-      $("thead th:last-child", table).textContent = `largest T measured that fits ${gib} GiB`;
+      const head = $("thead th:last-child", table);
+      head.textContent = head.textContent.replace(/[\d.]+ GiB$/, `${gib} GiB`);
       all("tbody tr", table).forEach((row) => {
         const cells = all("td[data-gib]", row);
-        cells.forEach((cell) => { cell.className = Number(cell.dataset.gib) <= gib ? "fits-yes" : "fits-no"; });
+        cells.forEach((cell) => {
+          const least = Number(cell.dataset.least || cell.dataset.gib);
+          cell.className = Number(cell.dataset.gib) <= gib ? "fits-yes" : least <= gib ? "fits-perhaps" : "fits-no";
+        });
         const fit = cells.filter((cell) => cell.className === "fits-yes");
         const most = Math.max(...fit.map((cell) => Number(cell.dataset.tokens)));
         $(".largest", row).textContent = !fit.length ? "none"
