@@ -195,7 +195,10 @@ def _padded(x: Tensor | None, least: int = GRAIN) -> Tensor | None:
 
 def why_not(inputs: Inputs) -> list[str]:
     """Reasons why the kernels do not support the inputs."""
-    return why_not_for(inputs.q, inputs.value_dim)
+    reasons = why_not_for(inputs.q, inputs.value_dim)
+    if inputs.offset or inputs.compressed is not None:
+        reasons.append("takes no q_start and no compressed keys")
+    return reasons
 
 
 def why_not_for(q: Tensor, value_dim: int) -> list[str]:
