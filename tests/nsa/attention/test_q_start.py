@@ -11,6 +11,8 @@ from cases import EVEN, ODD, SMALL, TINY, Case, draw
 from nsa import nsa_attention
 from nsa.attention import registry
 from nsa.attention.api import explain
+from nsa.attention.backends import triton
+from nsa.attention.inputs import checked
 from nsa.reference.compress import compress_keys, compress_values
 from nsa.reference.nsa import nsa
 
@@ -81,8 +83,16 @@ def test_a_backend_in_fp64_equals_the_whole_call(backend, case, first, rows):
         assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-11), name
 
 
-@pytest.mark.parametrize("case, first, rows", CUTS, ids=str)
-@pytest.mark.parametrize("backend", [name for name in NAMES if name != "triton"])
+def interpreted(backend):
+    """Each case of a backend; the interpreter takes seconds for one, and two of them are quick."""
+    for number, case in enumerate(CUTS):
+        later = backend == "triton" and number not in (1, 6)
+        yield pytest.param(backend, *case, marks=[pytest.mark.slow] * later)
+
+
+@pytest.mark.parametrize(
+    "backend, case, first, rows", [x for name in NAMES for x in interpreted(name)], ids=str
+)
 def test_a_backend_keeps_the_accuracy_rule(backend, case, first, rows):
     drawn = draw(case, torch.float32)
     exact = drawn.to(torch.float64)
@@ -123,6 +133,82 @@ def test_log_sum_exps_and_the_selection_are_the_whole_calls(backend):
     lse = torch.stack([whole.lse[b][:, first:] for b in ("cmp", "slc", "win")], -1)
     assert torch.allclose(found[1], lse, rtol=0, atol=1e-11)
     assert torch.allclose(found[2], lse.logsumexp(-1), rtol=0, atol=1e-11)
+
+
+# In fp16 the kernels fetch by TMA, and lines of statistics too where T is a multiple of 4.
+@pytest.mark.parametrize("first, rows", [(13, 24), pytest.param(8, 27, marks=pytest.mark.slow)])
+def test_the_kernels_keep_it_in_fp16(first, rows):
+    case = Case(40, batch=2, kv_heads=1, group=2)
+    drawn = draw(case, torch.float16)
+    exact = drawn.to(torch.float64)
+    args, options = exact.arguments()
+    drawn.blocks = exact.blocks = nsa(*args, **options).blocks
+    do = torch.randn(2, rows, 2, 16, dtype=torch.float16)
+
+    def call(*args, **options):
+        return nsa_attention(*args, **options, backend="triton")
+
+    got, _ = both(drawn, first, rows, do, call)
+    plain, truth = (
+        both(x, first, rows, do, lambda *a, **o: nsa(*a, **o).o)[1] for x in (drawn, exact)
+    )
+    assert_as_accurate("o", got[0], plain[0], truth[0])
+    largest = max(float(x.abs().max()) for x in truth[1])
+    for name, *grads in zip(drawn.leaves, got[1], plain[1], truth[1], strict=True):
+        assert_as_accurate(f"d_{name}", *grads, magnitude=largest)
+
+
+SCORED = [
+    (Case(70, config=SMALL, group=1), 41, 20),
+    (Case(60, config=SMALL, kv_heads=1, packed=(7, 49, 4)), 20, 38),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case, first, rows", SCORED, ids=str)
+def test_the_kernels_score_the_blocks_of_the_whole_call(case, first, rows, dtype):
+    drawn = draw(case, dtype)
+    whole_args, whole_options = drawn.arguments()
+    args, options = cut(drawn, first, rows)
+    blocks = []
+    with torch.no_grad():
+        for inputs in (
+            checked(*whole_args, **whole_options),
+            checked(*args, **options, q_start=first),
+        ):
+            blocks.append(triton.select_blocks(inputs, triton.compressed(inputs)[0]))
+    assert torch.equal(blocks[1], blocks[0][:, first : first + rows])
+
+
+def test_the_kernels_take_packed_queries_with_bounds_of_their_own():
+    drawn = draw(Case(60, kv_heads=1, packed=KEYS), torch.float32)
+    (q, k, v, gates, config), options = drawn.arguments()
+    options |= {"cu_seqlens_q": bounds(QUERIES), "q_start": torch.tensor(STARTS)}
+    args = q[:, :20], k, v, gates[:, :20], config
+    leaves = drawn.leaves.values()
+    ours, theirs = (nsa_attention(*args, **options, backend=b) for b in ("triton", "gather"))
+    assert torch.allclose(ours, theirs, rtol=0, atol=2e-6)
+    ours, theirs = (torch.autograd.grad(o.square().sum(), list(leaves)) for o in (ours, theirs))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, other, rtol=1e-4, atol=2e-5)
+
+
+def test_compiled_code_takes_an_offset():
+    drawn = draw(Case(24, kv_heads=1), torch.float32)
+    (q, k, v, gates, config), options = drawn.arguments()
+    phi = options["phi"]
+
+    def call(start):
+        part = q[:, 13:18], k, v, gates[:, 13:18], config
+        return nsa_attention(*part, phi=phi, q_start=start, backend="triton")
+
+    made = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for start in (13, 0):
+        got, want = made(start), call(start)
+        assert torch.equal(got, want)
+        of = list(drawn.leaves.values())
+        got, want = (torch.autograd.grad(x.square().sum(), of) for x in (got, want))
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 KEYS, QUERIES, STARTS = (9, 30, 1, 20), (3, 12, 0, 5), (6, 10, 1, 0)

@@ -17,6 +17,7 @@ CORNERS = (
     MAIN,
     (90, "main", "packed"),
     (90, "main", "sinks"),
+    (90, "main", "offset"),
     (80, "fp32", "dense"),
     (80, "wide", "dense"),
 )
@@ -31,6 +32,8 @@ TARGETS = [
     for of in [
         ("main", "packed"),
         ("main", "sinks"),
+        ("main", "offset"),
+        ("main", "packed-offset"),
         *((x, "dense") for x in ("main", "narrow", "fp32", "wide")),
     ]
 ]
