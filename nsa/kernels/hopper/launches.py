@@ -78,11 +78,9 @@ def tile_for(
     keys: Axis,
     operands: Sequence[Tensor],
 ) -> Tile | None:
-    """Warp-specialized tile for "forward" of q, k and v, or "dq" or "dkdv" of these and do; None if
-    Triton's kernels should run.
+    """Warp-specialized tile for "forward" of q, k, v, or "dq" or "dkdv" of these and do, or None.
 
-    asked: the caller's choice; None leaves it to FASTER. span None: "selected", see
-    `selected_tile`.
+    asked: the caller's choice; None leaves it to FASTER. span None: see `selected_tile`.
 
     Raises ValueError if warp specialization is requested and not supported.
     """
