@@ -32,6 +32,9 @@ def nsa_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     strict: bool = False,
+    q_start: int | Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    compressed: tuple[Tensor, Tensor | None] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Native Sparse Attention (arXiv 2502.11089, Eq. 5): o [B, T, HQ, DV] in the dtype of q.
 
@@ -59,6 +62,16 @@ def nsa_attention(
             never run there with others. Otherwise such outputs are counted by the witness with
             one warning. `workbook.lab.oracles.reference.check_call` recomputes small calls in
             fp64.
+        q_start: row of k and v at which the queries begin: q has T of their S tokens, q_start + T
+            <= S, and o is rows q_start.. of the whole call. Keys after a query are not seen. None:
+            T = S. Of packed sequences with cu_seqlens_q it is [N] int32, the position of the first
+            query in each.
+        cu_seqlens_q: [N + 1] int32, bounds of the queries if cu_seqlens has those of the keys:
+            sequence n has queries q_start[n].. of its own. q_start None: the newest of each
+            sequence, as in flash-attn. Without it an int q_start counts in packed rows.
+        compressed: (keys [B, C, HKV, D], values [B, C, HKV, DV]), made elsewhere of all S tokens,
+            to use instead of phi's; packed ones sequence after sequence. Values may be None where
+            "cmp" is not computed. The "cmp" of k and v is then not read.
 
     Raises:
         ValueError: inputs do not fit together; Declined if the backend does not accept them.
@@ -66,7 +79,8 @@ def nsa_attention(
         RuntimeError: in strict mode, if a kernel is wrong on this GPU model.
     """
     options = {"phi": phi, "cu_seqlens": cu_seqlens, "blocks": blocks}
-    options |= {"sinks": sinks, "return_lse": return_lse}
+    options |= {"sinks": sinks, "return_lse": return_lse, "q_start": q_start}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "compressed": compressed}
     inputs = checked(q, k, v, gates, config, **options, branches=branches, scale=scale)
     if strict and VMAP in active():
         raise ValueError("vmap has no values for strict=True to look at; strict=False would do")
@@ -97,10 +111,10 @@ def nsa_attention(
 def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
     """Return the backend that `auto` would choose for a call, and why earlier ones declined.
 
-    `options` are phi, cu_seqlens, blocks, branches, scale, sinks and return_lse, as in
-    `nsa_attention`. TypeError for others.
+    `options` are those of `nsa_attention` but backend and strict. TypeError for others.
     """
     known = ("phi", "cu_seqlens", "blocks", "branches", "scale", "sinks", "return_lse")
+    known += ("q_start", "cu_seqlens_q", "compressed")
     for name in options:
         if name not in known:
             raise TypeError(

@@ -21,31 +21,35 @@ from nsa.reference.select import select, selected_tokens
 
 
 @torch.no_grad()
-def select_blocks(q: Tensor, k_cmp: Tensor, config: NSAConfig, scale: float) -> Tensor:
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, config: NSAConfig, scale: float, first: int = 0
+) -> Tensor:
     """The blocks that each query selects: [B, T, HKV, N] int32, ascending, -1 where empty.
 
-    q is [B, T, HQ, D] and k_cmp [B, C, HKV, D]. No gradient flows through the selection.
+    q is [B, T, HQ, D], at positions first.., and k_cmp [B, C, HKV, D]. No gradient flows through
+    the selection.
     """
-    return _Selection(q, k_cmp, [getattr(config, field.name) for field in fields(config)], scale)
+    sizes = [getattr(config, field.name) for field in fields(config)]
+    return _Selection(q, k_cmp, sizes, scale, first)
 
 
 @operator("selection")
 class _Selection:
     @staticmethod
-    def forward(q: Tensor, k_cmp: Tensor, sizes: Sequence[int], scale: float) -> Tensor:
+    def forward(q: Tensor, k_cmp: Tensor, sizes: Sequence[int], scale: float, first: int) -> Tensor:
         config = _config(*sizes)
         blocks, span = _Selection.parts.shapes(q, k_cmp, sizes), compressed_span(config)
-        for rows, keys in span_chunks(q, span):
+        for rows, keys in span_chunks(q, span, first):
             # [B*HKV, G, M, S], then [B*HKV, M, S]
-            scores = span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)
+            scores = span_scores(q[:, rows], k_cmp[:, keys], span, scale, first + rows.start)
             p_cmp = probs_from(scores, torch.logsumexp(scores, dim=-1)).sum(1)
-            importance = pool(p_cmp, count_selectable(rows.stop, config), config)
+            importance = pool(p_cmp, count_selectable(first + rows.stop, config), config)
             importance = importance.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
-            blocks[:, rows] = select(importance, config, first_position=rows.start)
+            blocks[:, rows] = select(importance, config, first_position=first + rows.start)
         return blocks
 
     @staticmethod
-    def shapes(q: Tensor, k_cmp: Tensor, sizes: Sequence[int], *scale: float) -> Tensor:
+    def shapes(q: Tensor, k_cmp: Tensor, sizes: Sequence[int], *numbers: float) -> Tensor:
         shape = *q.shape[:2], k_cmp.shape[2], _config(*sizes).select_count
         return q.new_empty(shape, dtype=torch.int32)
 
@@ -67,6 +71,8 @@ def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:
 
 def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     """(k_cmp, v_cmp) [B, C, HKV, *]; None for one not requested."""
+    if inputs.compressed is not None:
+        return inputs.compressed
     k, v, phi, config = inputs.k.get("cmp"), inputs.v.get("cmp"), inputs.phi, inputs.config
     by = by_convolution if torch.compiler.is_exporting() or active() else None
     return (
@@ -101,10 +107,10 @@ def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
     if inputs.blocks is not None:
         return inputs.blocks
     note("score", "score-chunks")
-    blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
+    blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale, inputs.q_start)
     if torch.compiler.is_compiling():  # it would specialize on the number of tokens
         return blocks
-    return blocks[..., : count_selectable(inputs.q.shape[1], inputs.config)]
+    return blocks[..., : count_selectable(inputs.q_start + inputs.q.shape[1], inputs.config)]
 
 
 def no_keys(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -118,7 +124,8 @@ def no_keys(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
 def _in_chunks(
     inputs: Inputs, k: Tensor, v: Tensor, span: Span
 ) -> tuple[tuple[Tensor, Tensor | None], str]:
-    return span_attention(inputs.q, k, v, span, inputs.scale, inputs.needs_lse), "span-chunks"
+    given = inputs.q, k, v, span, inputs.scale, inputs.needs_lse, inputs.q_start
+    return span_attention(*given), "span-chunks"
 
 
 def run_with_selected(
@@ -160,14 +167,15 @@ def empty_slots(blocks: Tensor, count: int) -> Tensor:
 
 def visible_by_branch(inputs: Inputs, note: Note) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """(branch, k, v, visible [B or 1, HKV or 1, T, S]) for each requested branch."""
-    k, v, config, tokens = inputs.k, inputs.v, inputs.config, inputs.q.shape[1]
-    positions = torch.arange(tokens, device=inputs.q.device)
+    k, v, config, device = inputs.k, inputs.v, inputs.config, inputs.q.device
+    keys = torch.arange(inputs.tokens, device=device)
+    positions = inputs.q_start + torch.arange(inputs.q.shape[1], device=device)
     k_cmp, v_cmp = compressed(inputs)
     if "cmp" in inputs.branches:
         yield "cmp", k_cmp, v_cmp, compressed_visible(positions, k_cmp.shape[1], config)
     if "slc" in inputs.branches:
         blocks = chosen_blocks(inputs, k_cmp, note)
-        visible = selected_tokens(blocks, tokens, config) & (positions <= positions[:, None])
+        visible = selected_tokens(blocks, inputs.tokens, config) & (keys <= positions[:, None])
         yield "slc", k["slc"], v["slc"], visible
     if "win" in inputs.branches:
-        yield "win", k["win"], v["win"], window_visible(positions, config)
+        yield "win", k["win"], v["win"], window_visible(positions, config, keys)

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
 
+from nsa.attention.placing import Place, check_device, placed
 from nsa.attention.span import wide
 from nsa.blocks import count_compressed, count_selectable
 from nsa.config import NSAConfig, other_than
@@ -20,21 +19,27 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors and sizes of a call. k and v hold an entry for each branch that needs one."""
+    """The tensors and sizes of a call. k and v hold an entry for each branch that needs one.
+
+    T queries stand among S tokens, from q_start on; S = T without an offset.
+    """
 
     q: Tensor  # [B, T, HQ, D]
-    k: Mapping[str, Tensor]  # each [B, T, HKV, D]
-    v: Mapping[str, Tensor]  # each [B, T, HKV, DV]
+    k: Mapping[str, Tensor]  # each [B, S, HKV, D]
+    v: Mapping[str, Tensor]  # each [B, S, HKV, DV]
     gates: Tensor  # [B, T, HQ, 3]
     config: NSAConfig
     phi: Phi
     branches: tuple[str, ...]
     scale: float
     blocks: Tensor | None = None  # [B, T, HKV, N] int32 or int64: a selection made by the caller
-    cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64, B = 1
+    cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64, B = 1: bounds of the keys
     sinks: Tensor | None = None  # [HQ, 3] in fp32, or fp64 for fp64 inputs
     return_lse: bool = False
-    bounds: tuple[int, ...] = ()  # cu_seqlens on the host; empty if it could not be read
+    q_start: int | Tensor = 0  # packed with cu_seqlens_q: [N] int32, one for each sequence
+    cu_seqlens_q: Tensor | None = None  # [N + 1] int32: None if queries have the keys' bounds
+    compressed: tuple[Tensor, Tensor | None] | None = None  # each [B, C, HKV, *], instead of phi's
+    places: tuple[Place, ...] = ()  # packed sequences on the host; empty if they cannot be read
 
     @property
     def group(self) -> int:
@@ -50,24 +55,40 @@ class Inputs:
         return next(iter(self.v.values())).shape[3]
 
     @property
+    def tokens(self) -> int:
+        """Number of tokens that have keys, S; all sequences together if they are packed."""
+        return next(iter(self.k.values())).shape[1]
+
+    @property
+    def offset(self) -> bool:
+        """True if some query may stand elsewhere than at the key of its row."""
+        return self.cu_seqlens_q is not None or self.q.shape[1] != self.tokens
+
+    @property
     def needs_lse(self) -> bool:
         """True if the branches' log-sum-exps are returned or needed to apply sinks."""
         return self.return_lse or self.sinks is not None
 
-    def sequences(self) -> Iterator["Inputs"]:
-        """Each packed sequence as separate inputs, not packed; empty ones are left out."""
-        if not self.bounds:
+    def sequences(self, idle: bool = False) -> Iterator["Inputs"]:
+        """Each packed sequence as separate inputs, not packed; empty ones are left out, and those
+        that have keys and no queries too unless `idle`."""
+        if not self.places:
             raise ValueError(
                 "this backend takes packed sequences one by one and needs their lengths on the "
                 "host, which a CUDA graph or torch.compile cannot give; backend 'triton' does not"
             )
-        for start, end in pairwise(self.bounds):
-            if start < end:
-                rows = slice(start, end)
-                k, v = ({b: x[:, rows] for b, x in side.items()} for side in (self.k, self.v))
-                blocks = None if self.blocks is None else self.blocks[:, rows]
-                cut = {"q": self.q[:, rows], "k": k, "v": v, "gates": self.gates[:, rows]}
-                yield replace(self, **cut, blocks=blocks, cu_seqlens=None, bounds=())
+        plain, first = {"cu_seqlens": None, "cu_seqlens_q": None, "places": ()}, 0
+        for rows, keys, start in self.places:
+            of_cmp = slice(first, first + count_compressed(keys.stop - keys.start, self.config))
+            first = of_cmp.stop
+            if keys.start == keys.stop or (rows.start == rows.stop and not idle):
+                continue
+            k, v = ({b: x[:, keys] for b, x in side.items()} for side in (self.k, self.v))
+            cut = {"q": self.q[:, rows], "k": k, "v": v, "gates": self.gates[:, rows]}
+            cut["blocks"] = None if self.blocks is None else self.blocks[:, rows]
+            if self.compressed is not None:
+                cut["compressed"] = tuple(x if x is None else x[:, of_cmp] for x in self.compressed)
+            yield replace(self, **cut, q_start=start, **plain)
 
 
 def checked(
@@ -84,6 +105,9 @@ def checked(
     scale: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    q_start: int | Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    compressed: tuple[Tensor, Tensor | None] | None = None,
 ) -> Inputs:
     """Return the inputs of a call; ValueError with the values received and accepted."""
     given = (branches,) if isinstance(branches, str) else tuple(branches)
@@ -104,11 +128,14 @@ def checked(
         )
     scoring = "slc" in branches and blocks is None
     needs_k = [b for b in BRANCHES if b in branches or (b == "cmp" and scoring)]
-    k = by_branch("k", k, needs_k)
-    v = by_branch("v", v, branches)
-    _one_length("k", k, q)
-    _one_length("v", v, q)
-    kv_heads, of_v = heads_of("k", k, q, q.shape[3]), heads_of("v", v, q, None)
+    k = by_branch("k", k, needs_k, compressed is not None)
+    v = by_branch("v", v, branches, compressed is not None)
+    own = q_start is None and cu_seqlens_q is None
+    tokens = q.shape[1] if own else _tokens("k", k)
+    if own:
+        _one_length("k", k, q)
+        _one_length("v", v, q)
+    kv_heads, of_v = heads_of("k", k, q, q.shape[3], tokens), heads_of("v", v, q, None, tokens)
     if of_v != kv_heads:
         raise ValueError(f"k has {kv_heads} KV heads and v has {of_v}; they must be the same")
     if q.shape[2] % kv_heads:
@@ -131,17 +158,22 @@ def checked(
         raise ValueError(f"gates must be floating point, got {gates.dtype}")
     check_device("gates", gates, q)
     phi = phi or Phi()
-    if "cmp" in k:
+    if compressed is not None:
+        compressed = _compressed(compressed, q, kv_heads, branches, next(iter(v.values())))
+    elif "cmp" in k:
         of_values = v["cmp"].shape[3] if "cmp" in v else None
-        check_phi(phi, q, kv_heads, of_values, config, q.shape[1])
+        check_phi(phi, q, kv_heads, of_values, config, tokens)
     if blocks is not None:
         _blocks(blocks, q, kv_heads)
-    bounds = () if cu_seqlens is None else sequence_bounds(cu_seqlens, q)
+    q_start, cu_seqlens_q, places = placed(q, tokens, q_start, cu_seqlens, cu_seqlens_q)
+    if compressed is not None:
+        _check_count(compressed[0].shape[1], tokens, cu_seqlens is not None, places, config)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale} must be finite; None stands for D ** -0.5")
     given = q, k, v, gates, config, phi, branches, scale, blocks, cu_seqlens
-    return Inputs(*given, checked_sinks(sinks, q), return_lse, bounds)
+    placing = q_start, cu_seqlens_q, compressed, places
+    return Inputs(*given, checked_sinks(sinks, q), return_lse, *placing)
 
 
 def checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
@@ -162,7 +194,7 @@ def checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
 def check_blocks(inputs: Inputs) -> None:
     """Check a caller's selection in strict mode: in range, ascending, no duplicates. Syncs."""
     blocks = inputs.blocks
-    count = count_selectable(inputs.q.shape[1], inputs.config)
+    count = count_selectable(inputs.tokens, inputs.config)
     lowest, highest = int(blocks.min()), int(blocks.max())
     if highest >= count or lowest < -1:
         raise ValueError(
@@ -192,29 +224,80 @@ def _one_length(name: str, tensors: Mapping[str, Tensor], q: Tensor) -> None:
             f"{got}: {shapes} are [B, T, H, D] only if the heads stand third; from torch's "
             "[B, H, T, D] transpose(1, 2) makes them so"
         )
+    newest = f"q_start={keys - queries} makes the queries the newest tokens, and "
     raise ValueError(
-        f"{got}: query t stands at key t, so that all three have one T, and there is no cache of "
-        f"keys, which nsa_decode takes; for the newest queries alone give all "
-        f"{max(queries, keys)} and keep the last of o"
+        f"{got}: without q_start query t stands at key t, so that all three have one T; "
+        f"{newest if queries < keys else ''}a cache of keys is nsa_decode's"
     )
 
 
-def by_branch(name, x, needed) -> dict[str, Tensor]:
+def _tokens(name: str, tensors: Mapping[str, Tensor]) -> int:
+    """Number of tokens of the first tensor."""
+    branch, x = next(iter(tensors.items()))
+    if x.ndim != 4:
+        raise ValueError(f"{name}[{branch!r}] must be [B, S, HKV, *], got shape {tuple(x.shape)}")
+    return x.shape[1]
+
+
+def _compressed(
+    given: object, q: Tensor, kv_heads: int, branches: Sequence[str], v: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Check compressed keys and values made by the caller, all but their number."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise ValueError(
+            "compressed must be a pair (keys [B, C, HKV, D], values [B, C, HKV, DV]), got a "
+            f"{type(given).__name__}"
+        )
+    for name, x, dim in zip(("keys", "values"), given, (q.shape[3], v.shape[3]), strict=True):
+        if x is None and name == "values" and "cmp" not in branches:
+            continue
+        check_tensor(f"compressed {name}", x, "[B, C, HKV, D or DV]")
+        wanted = q.shape[0], given[0].shape[1], kv_heads, dim
+        if tuple(x.shape) != wanted or x.dtype != q.dtype:
+            raise ValueError(
+                f"compressed {name} must be {wanted} in {q.dtype}, got {tuple(x.shape)} in "
+                f"{x.dtype}"
+            )
+        check_device(f"compressed {name}", x, q)
+    return given[0], given[1] if "cmp" in branches else None
+
+
+def _check_count(
+    count: int, tokens: int, packed: bool, places: Sequence[Place], config: NSAConfig
+) -> None:
+    """Check the number of compressed keys, where it is known."""
+    if packed and not places:
+        return
+    lengths = [p.keys.stop - p.keys.start for p in places] if packed else [tokens]
+    wanted = sum(count_compressed(length, config) for length in lengths)
+    if count != wanted:
+        raise ValueError(
+            f"compressed has {count} keys, and {tokens} tokens have {wanted}"
+            + (", sequence after sequence" if packed else "")
+        )
+
+
+def by_branch(name, x, needed, but_cmp: bool = False) -> dict[str, Tensor]:
+    """An entry for each branch that needs one; but_cmp: cmp is not read, and may lack its own."""
     if isinstance(x, Tensor):
         return dict.fromkeys(needed, x)
     if not isinstance(x, Mapping):
         check_tensor(name, x, "or a mapping with one for each of cmp, slc, win")
+    if but_cmp and "cmp" in needed and "cmp" not in x and x:
+        x = {**x, "cmp": next(iter(x.values()))}
     missing = [b for b in needed if b not in x]
     if missing:
         raise ValueError(f"{name} has no entry for {', '.join(missing)}; it has {sorted(x)}")
     return {b: x[b] for b in needed}
 
 
-def heads_of(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None) -> int:
+def heads_of(
+    name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None, tokens: int
+) -> int:
     """Number of KV heads; checked, with dtypes and dims, to be the same in every branch."""
     first = next(iter(tensors.values()))
     heads = first.shape[2] if first.ndim == 4 else "HKV"
-    wanted = (*q.shape[:2], heads, dim or first.shape[-1])
+    wanted = (q.shape[0], tokens, heads, dim or first.shape[-1])
     for branch, x in tensors.items():
         if tuple(x.shape) != wanted or 0 in x.shape:
             raise ValueError(
@@ -227,11 +310,6 @@ def heads_of(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | Non
     return heads
 
 
-def check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device} and q on {q.device}; put them on one device")
-
-
 def _blocks(blocks: Tensor, q: Tensor, kv_heads: int) -> None:
     wanted = (*q.shape[:2], kv_heads)
     if blocks.ndim != 4 or blocks.shape[:3] != wanted or blocks.shape[3] < 1:
@@ -239,33 +317,6 @@ def _blocks(blocks: Tensor, q: Tensor, kv_heads: int) -> None:
     if blocks.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"blocks must be int32 or int64, got {blocks.dtype}")
     check_device("blocks", blocks, q)
-
-
-def sequence_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
-    """cu_seqlens on the host, checked against q's T; () where a sync is not allowed."""
-    if q.shape[0] != 1:
-        raise ValueError(f"packed sequences need B=1, got B={q.shape[0]}: lay them end to end")
-    if not isinstance(cu_seqlens, Tensor):
-        raise ValueError(f"cu_seqlens must be an int32 tensor, got a {type(cu_seqlens).__name__}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cu_seqlens must be one-dimensional int32 or int64, got {cu_seqlens.dtype} of shape "
-            f"{tuple(cu_seqlens.shape)}"
-        )
-    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return ()  # the values are on the GPU, and neither may sync
-    if cu_seqlens.is_meta:
-        return (0, q.shape[1])  # any bounds give the same shapes
-    if is_batchedtensor(cu_seqlens):
-        raise ValueError("cu_seqlens is vmapped and cannot be; give one for all calls")
-    bounds = cu_seqlens.tolist()
-    rising = all(a <= b for a, b in pairwise(bounds))
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != q.shape[1] or not rising:
-        raise ValueError(
-            f"cu_seqlens={bounds} must rise from 0 to T={q.shape[1]}, "
-            "one entry more than there are sequences"
-        )
-    return tuple(bounds)
 
 
 def check_phi(

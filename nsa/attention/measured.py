@@ -54,7 +54,8 @@ def ranking(inputs: Inputs) -> Ranking | None:
     if torch.compiler.is_compiling() or not q.is_cuda:
         return None
     # Whole calls on one length were measured: neither parts of one nor packed sequences.
-    if len(inputs.branches) < len(BRANCHES) or inputs.cu_seqlens is not None:
+    part = len(inputs.branches) < len(BRANCHES) or inputs.offset
+    if part or inputs.cu_seqlens is not None:
         return None
     tensors = (q, *inputs.k.values(), *inputs.v.values(), inputs.gates)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

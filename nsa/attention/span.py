@@ -49,12 +49,19 @@ def probs_from(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def span_attention(
-    q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float, needs_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Span,
+    scale: float,
+    needs_lse: bool = False,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """(o [B, T, HQ, DV], lse [B, T, HQ] if needed) for q [B, T, HQ, D], k and v [B, S, HKV, *]."""
+    """(o [B, T, HQ, DV], lse [B, T, HQ] if needed) for q [B, T, HQ, D] at positions first..,
+    k and v [B, S, HKV, *]."""
     if not needs_lse:
-        return _SpanAttention(q, k, v, *span, scale), None
-    o, lse = _SpanAttention.with_lse(q, k, v, *span, scale)  # lse [B*HKV, G, T]
+        return _SpanAttention(q, k, v, *span, scale, first), None
+    o, lse = _SpanAttention.with_lse(q, k, v, *span, scale, first)  # lse [B*HKV, G, T]
     return o, lse.unflatten(0, (q.shape[0], -1)).flatten(1, 2).transpose(1, 2)
 
 
@@ -90,12 +97,13 @@ class _SpanAttention:
         stride: int,
         lookback: int | None,
         scale: float,
+        first: int,
     ) -> tuple[Tensor, Tensor]:
         span = Span(length, stride, lookback)
         batch, kv_heads = q.shape[0], k.shape[2]
         o, lse = _SpanAttention.parts.shapes(q, k, v)
-        for rows, keys in span_chunks(q, span):
-            scores = span_scores(q[:, rows], k[:, keys], span, scale, rows.start)
+        for rows, keys in span_chunks(q, span, first):
+            scores = span_scores(q[:, rows], k[:, keys], span, scale, first + rows.start)
             lse[..., rows] = torch.logsumexp(scores, dim=-1)
             probs = probs_from(scores, lse[..., rows]).to(v.dtype).flatten(1, 2)
             values = dot(probs, by_kv_head(v[:, keys], kv_heads))
@@ -121,14 +129,15 @@ class _SpanAttention:
         stride: int,
         lookback: int | None,
         scale: float,
+        first: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         span = Span(length, stride, lookback)
         batch, kv_heads = q.shape[0], k.shape[2]
         dq, accumulate = q.new_empty(q.shape), wide(q.dtype)
         dk, dv = (x.new_zeros(batch * kv_heads, *x.shape[1::2], dtype=accumulate) for x in (k, v))
-        for rows, keys in span_chunks(q, span):
+        for rows, keys in span_chunks(q, span, first):
             count = rows.stop - rows.start
-            scores = span_scores(q[:, rows], k[:, keys], span, scale, rows.start)
+            scores = span_scores(q[:, rows], k[:, keys], span, scale, first + rows.start)
             probs = probs_from(scores, lse[..., rows]).flatten(1, 2)
             do_rows = by_kv_head(do[:, rows], kv_heads)
             dprobs = dot(do_rows, by_kv_head(v[:, keys], kv_heads).transpose(1, 2))
@@ -145,10 +154,13 @@ class _SpanAttention:
         return dq, k.new_empty(k.shape).copy_(dk), v.new_empty(v.shape).copy_(dv)
 
 
-def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:
-    """(rows, keys): as many queries as ELEMENTS allows and the keys that any of them sees."""
+def span_chunks(q: Tensor, span: Span, first: int = 0) -> Iterator[tuple[slice, slice]]:
+    """(rows, keys): as many queries as ELEMENTS allows and the keys that any of them sees.
+
+    q [B, T, HQ, D] is at positions first...
+    """
     batch, tokens, heads, _ = q.shape
-    longest = span.seen(tokens - 1)[1]
+    longest = span.seen(first + tokens - 1)[1]
     most = tokens
     if span.lookback is not None and span.lookback < longest:
         # Rows see lookback keys each and lookback + rows together: more rows would mask the most.
@@ -156,7 +168,7 @@ def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:
         longest = span.lookback + most
     per_row = batch * heads * max(longest, 1)
     for rows in chunks(tokens, per_row, min(ELEMENTS, per_row * most)):
-        yield rows, slice(span.seen(rows.start)[0], span.seen(rows.stop - 1)[1])
+        yield rows, slice(span.seen(first + rows.start)[0], span.seen(first + rows.stop - 1)[1])
 
 
 def chunks(rows: int, per_row: int, elements: int) -> Iterator[slice]:

@@ -71,6 +71,15 @@ def extent(sequence, bounds, length, PACKED: tl.constexpr):
 
 
 @triton.jit
+def position_of(sequence, starts):
+    """Position of a sequence's first row on the axis of queries; starts None: 0."""
+    position = 0
+    if starts is not None:
+        position = tl.load(starts + sequence)
+    return position
+
+
+@triton.jit
 def partial_sums(x):
     """Sums of x [M, N] over every eighth column, [M, 8]; they add up to the row's sum.
 
@@ -214,6 +223,7 @@ def precision(x: Tensor) -> str:
 
 
 def axis_arguments(axis: Axis, size: int) -> tuple[tuple, int]:
-    """((table, bounds, length), count): arguments of `locate` for tiles of `size`, their number."""
+    """((table, bounds, length, starts), count): arguments of `locate` and `position_of` for tiles
+    of `size`, their number."""
     table, count = axis.tiles(size)
-    return (table, axis.bounds, axis.length), count
+    return (table, axis.bounds, axis.length, axis.starts), count

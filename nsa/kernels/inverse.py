@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import axis_arguments, ceil_div, extent, locate, next_power_of_two
+from nsa.kernels.common import (
+    axis_arguments,
+    ceil_div,
+    extent,
+    locate,
+    next_power_of_two,
+    position_of,
+)
 from nsa.kernels.launch import launch
 from nsa.kernels.sequences import Sequences
 
@@ -55,7 +62,7 @@ def inverse(
     if task is None:  # short ones where there is little to do, so that all processors have a share
         wanted = next_power_of_two(max(1, blocks.numel() // TASKS))
         task = min(max(wanted, LEAST_TASK), MOST_TASK)
-    most = sequences.selectable.rows * blocks.shape[1] * ceil_div(sequences.tokens.length, task)
+    most = sequences.selectable.rows * blocks.shape[1] * ceil_div(sequences.queries.length, task)
     if most <= SCANNED if scanned is None else scanned:
         return _by_scans(blocks, sequences, task)
     return _by_sorting(blocks, sequences, task)
@@ -64,7 +71,8 @@ def inverse(
 def _by_scans(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
     """Inverse by scans: every list has room for all tokens of a sequence, and tasks for them."""
     _, kv_heads, slots = blocks.shape
-    room = sequences.tokens.length
+    queries = sequences.queries
+    room = queries.length
     lists, tasks = kv_heads * sequences.selectable.rows, max(1, ceil_div(room, task))
     tokens, starts, stops, ends, partial_ends, task_list = (
         torch.empty(size, dtype=torch.int32, device=blocks.device)
@@ -76,10 +84,10 @@ def _by_scans(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
         launch(
             _scan, (lists,),
             blocks, (tokens, starts, stops, ends, partial_ends, task_list), axis,
-            (sequences.tokens.bounds, room), blocks.stride(),
+            (queries.bounds, room, queries.starts), blocks.stride(),
             (sequences.selectable.rows, slots, sequences.config.select_block), task, tasks,
             TOKENS=max(1, SCAN // padded), SLOTS=padded, TASKS=next_power_of_two(tasks),
-            PACKED=sequences.tokens.packed,
+            PACKED=queries.packed,
         )  # fmt: skip
     partials = lists * tasks if tasks > 1 else 0
     return Inverse(tokens, starts, stops, ends, partial_ends, task_list, partials, task)
@@ -98,7 +106,10 @@ def _scan(
     slot = tl.arange(0, SLOTS)
     begin = number * tokens[1]
     end = begin
-    for low in range(block * sizes[2], tl.where(block < known, rows, 0), TOKENS):
+    begin_row = block * sizes[2]
+    if tokens[2] is not None:
+        begin_row = tl.maximum(begin_row - position_of(sequence, tokens[2]), 0)
+    for low in range(begin_row, tl.where(block < known, rows, 0), TOKENS):
         position = low + tl.arange(0, TOKENS)
         row = start + position
         valid = (position < rows)[:, None] & (slot < sizes[1])[None, :]
@@ -178,14 +189,14 @@ def _keys(blocks: Tensor, sequences: Sequences, lists: int) -> Tensor:
     _, kv_heads, slots = blocks.shape
     padded = next_power_of_two(kv_heads * slots)
     size = max(1, 1024 // padded)
-    axis, count = axis_arguments(sequences.tokens, size)
+    axis, count = axis_arguments(sequences.queries, size)
     selectable = sequences.selectable
     if count:
         launch(
             _list_numbers, (count,),
             blocks, keys, axis, (selectable.bounds, selectable.length), selectable.rows,
             blocks.stride(), kv_heads, slots, sequences.config.select_block,
-            TOKENS=size, ENTRIES=padded, PACKED=sequences.tokens.packed,
+            TOKENS=size, ENTRIES=padded, PACKED=sequences.queries.packed,
         )  # fmt: skip
     return keys
 
@@ -206,7 +217,8 @@ def _list_numbers(
     row = start + position
     at = (row * strides[0])[:, None] + (kv_head * strides[1] + entry % slots * strides[2])[None, :]
     block = tl.load(blocks + at, mask=valid, other=-1)
-    valid &= (block >= 0) & (block <= (position // select_block)[:, None])
+    own = (position_of(sequence, axis[3]) + position) // select_block
+    valid &= (block >= 0) & (block <= own[:, None])
     for slot in range(slots - 1):
         later = valid & (slot < entry % slots)[None, :]
         other = (row * strides[0])[:, None] + (kv_head * strides[1] + slot * strides[2])[None, :]

@@ -10,8 +10,6 @@ inputs give the same bits.
 """
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,60 +28,12 @@ from nsa.kernels import (
     topk,
 )
 from nsa.kernels.common import LOG2E, contiguous_like
-from nsa.kernels.registration import contiguous, operator, sequences_of
+from nsa.kernels.registration import contiguous, operator, sequences_at
 from nsa.kernels.sequences import Sequences
+from nsa.kernels.side_stream import SideStream
 from nsa.kernels.sinks import sink_gradients, sunk_rows
 
 CMP, SLC, WIN = range(3)  # index of a branch's gate
-# Least rows of queries, tokens times heads, at which the GPU and not the host limits speed.
-ENOUGH = 2**19
-
-
-class SideStream:
-    """A second stream, or the current one itself if a second is not worthwhile.
-
-    Work enqueued inside `with side:` starts after all previous work of the current stream; after
-    `join` the current stream waits for all of it. A second stream fills the SMs that one kernel's
-    last programs leave idle. It costs the host up to 0.17 ms for each `with`, so without a CUDA
-    graph it is used only for at least ENOUGH rows.
-
-    The caching allocator tracks memory only on the stream that allocated it. So memory allocated on
-    the side stream is for that stream only, results are allocated before, and nothing that it reads
-    or writes may be freed before `join`.
-    """
-
-    def __init__(self, q: Tensor) -> None:
-        """Create the stream for queries q [tokens, HQ, D]."""
-        self._stream: torch.cuda.Stream | None = None
-        self._used = False  # since the last join
-        many = q.shape[0] * q.shape[1] >= ENOUGH
-        if q.is_cuda and (many or torch.cuda.is_current_stream_capturing()):
-            self._current = torch.cuda.current_stream(q.device)
-            self._stream = _beside(q.device.index, self._current.cuda_stream)
-            self._inside = torch.cuda.stream(self._stream)
-
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            self._used = True
-            self._stream.wait_stream(self._current)
-            self._inside.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        if self._stream is not None:
-            self._inside.__exit__(*raised)
-
-    def join(self) -> None:
-        """Make the current stream wait for the side stream."""
-        if self._stream is not None and self._used:
-            self._used = False
-            self._current.wait_stream(self._stream)
-
-
-@cache
-def _beside(device: int, stream: int) -> torch.cuda.Stream:
-    """Side stream of one stream, so that one thread's capture holds no work of another."""
-    # High priority: later work on the first stream waits for it more often than the reverse.
-    return torch.cuda.Stream(device, priority=-1)
 
 
 @operator("select")
@@ -94,14 +44,17 @@ def select(
     batch: int,
     sizes: Sequence[int],
     scale: float,
+    starts: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    key_tokens: int | None = None,
 ) -> Tensor:
     """blocks [tokens, HKV, n] int32 (Eq. 8-11); no gradient flows through it."""
-    sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
+    sequences = sequences_at(q.shape[0], cu_seqlens, batch, sizes, starts, cu_seqlens_q, key_tokens)
     return topk.select_blocks(q, k_cmp, _lse(q, k_cmp, sequences, scale), sequences, scale)
 
 
 @select.register_fake
-def _(q, k_cmp, cu_seqlens, batch, sizes, scale):
+def _(q, k_cmp, cu_seqlens, batch, sizes, *_):
     slots = q.shape[0], k_cmp.shape[1], NSAConfig(*sizes).select_count
     return q.new_empty(slots, dtype=torch.int32)
 
@@ -122,7 +75,7 @@ def _intermediate(q: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
 def _lse(q: Tensor, k_cmp: Tensor, sequences: Sequences, scale: float) -> Tensor:
     """lse2 of the compressed branch without its output."""
     span = compressed_span(sequences.config)
-    axes = sequences.tokens, sequences.compressed
+    axes = sequences.queries, sequences.compressed
     return span_fwd.span_forward(q, k_cmp, None, span, *axes, scale)[1]
 
 
@@ -143,6 +96,9 @@ def attend(
     sizes: Sequence[int],
     scale: float,
     keep: bool,
+    starts: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    key_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gated sum (Eq. 5) of the branches whose values are given, and tensors for its backward.
 
@@ -155,19 +111,21 @@ def attend(
         cu_seqlens: [N + 1] for packed sequences; else `batch` sequences of one length.
         sizes: sizes of the config, see `registration.sizes_of`.
         keep: True if a backward may follow, or a log-sum-exp is requested.
+        starts, cu_seqlens_q, key_tokens: see `registration.sequences_at`; k_slc and so on then have
+            key_tokens rows.
 
     Returns (o [tokens, HQ, DV], o of the compressed branch and its unit, see `_intermediate`, the
     `common.rest_of` the sum, lse2 [HQ, tokens] of the compressed and of the window branch, lse2
     [tokens, HQ] of the selected one, all of keys alone, its plan, see `selected_plan.Plan`, int32,
     blocks); tensors not kept are empty. A backward reads o: it must not be changed in place.
     """
-    sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
-    config, tokens = sequences.config, sequences.tokens
+    sequences = sequences_at(q.shape[0], cu_seqlens, batch, sizes, starts, cu_seqlens_q, key_tokens)
+    config, tokens, queries = sequences.config, sequences.tokens, sequences.queries
     kept = {name: q.new_empty(0, dtype=dtype) for name, dtype in _kept(q.dtype).items()}
     o, lse_cmp, mix = None, None, {}
     sink2 = (None,) * 3 if sinks is None else (sinks * LOG2E).t().contiguous().unbind()
     if v_cmp is not None:
-        span = compressed_span(config), tokens, sequences.compressed, scale
+        span = compressed_span(config), queries, sequences.compressed, scale
         o_cmp, unit = _intermediate(q, v_cmp.shape[2])
         _, lse_cmp = span_fwd.span_forward(
             q, k_cmp, v_cmp, *span, out=o_cmp, out_unit=unit, sink2=sink2[CMP]
@@ -187,7 +145,7 @@ def attend(
             out, win_unit = o.view(torch.int16), torch.empty_like(lse_win)
         elif v_slc is not None and q.dtype == torch.float16:
             out = torch.empty_like(o, dtype=torch.float32)
-        given = q, k_win, v_win, window_span(config), tokens, tokens, scale
+        given = q, k_win, v_win, window_span(config), queries, tokens, scale
         room = {"out": out, "out_unit": win_unit, "lse2": lse_win, "sink2": sink2[WIN]}
         with side:
             span_fwd.span_forward(*given, gates=gates, branch=WIN, **room, **mix)
@@ -229,7 +187,7 @@ def _kept(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 @attend.register_fake
 def _(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, sinks, blocks, cu_seqlens, *plain):
-    batch, sizes, _, keep = plain
+    batch, sizes, _, keep, *offset = plain
     v = next(x for x in (v_cmp, v_slc, v_win) if x is not None)
     tokens, heads = q.shape[:2]
     o = q.new_empty(tokens, heads, v.shape[2])
@@ -237,7 +195,8 @@ def _(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, sinks, blocks, cu_seql
     planned = 0
     if v_slc is not None:
         each = slots[1:] if blocks is None else blocks.shape[1:]
-        axis = sequences_of(tokens, cu_seqlens, batch, sizes).tokens
+        offset = offset or (None,) * 3
+        axis = sequences_at(tokens, cu_seqlens, batch, sizes, *offset).queries
         planned = selected_plan.layout_of(axis, *each, heads // each[0]).elements()
     shapes = {
         "o_cmp": (v_cmp is not None, o.shape),
@@ -293,13 +252,16 @@ def attend_backward(
     sizes: Sequence[int],
     scale: float,
     keys: bool,
+    starts: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    key_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates, dsinks) of `attend`.
 
     Gradients of arguments that were not given are empty, and of keys and values unless `keys`.
     """
-    sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
-    config, tokens = sequences.config, sequences.tokens
+    sequences = sequences_at(q.shape[0], cu_seqlens, batch, sizes, starts, cu_seqlens_q, key_tokens)
+    config, tokens, queries = sequences.config, sequences.tokens, sequences.queries
     dgates = None
     if gates is not None:
         whole = None not in (v_cmp, v_slc, v_win)
@@ -320,7 +282,7 @@ def attend_backward(
             with side:
                 lookup = inverse.inverse(blocks, sequences)
     if v_cmp is not None:
-        span = compressed_span(config), tokens, sequences.compressed, scale
+        span = compressed_span(config), queries, sequences.compressed, scale
         unit = unit if unit.numel() else None
         delta_cmp = combine.delta_of(do, o_cmp, dgates, CMP, unit)
         given = q, k_cmp, v_cmp, do, rows[CMP].lse2
@@ -330,7 +292,7 @@ def attend_backward(
         dq, _ = span_bwd.span_dq(*given, gates, CMP, *span, delta=delta_cmp)
         deltas.append((delta_cmp, CMP))
     if v_win is not None:
-        span = window_span(config), tokens, tokens, scale
+        span = window_span(config), queries, tokens, scale
         given = q, k_win, v_win, do, rows[WIN].lse2
         dq, delta_win = span_bwd.span_dq(
             *given, gates, WIN, *span, kept=rows[WIN].kept, dgates=dgates, dq=dq
@@ -359,7 +321,7 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, sinks, *rest):
-    keys = rest[-1]
+    keys = rest[13]
     grads = _empty_gradients(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     dgates = q.new_empty(0) if gates is None else gates.new_empty(gates.shape)
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
@@ -367,22 +329,26 @@ def _(do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, sinks, *rest):
 
 
 def _save_attend(ctx, inputs, output):
-    *tensors, blocks, cu_seqlens, ctx.batch, ctx.sizes, ctx.scale, _ = inputs
+    *tensors, blocks, cu_seqlens, ctx.batch, ctx.sizes, ctx.scale, _ = inputs[:15]
+    starts, cu_seqlens_q, ctx.key_tokens = inputs[15:] or (None,) * 3
+    ctx.count = len(inputs)
     o, *kept, scored = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*kept, scored)
     blocks = scored if blocks is None else blocks
-    ctx.save_for_backward(*tensors, blocks, cu_seqlens, o, *kept)
+    ctx.save_for_backward(*tensors, blocks, cu_seqlens, o, *kept, starts, cu_seqlens_q)
 
 
 def _backward_attend(ctx, do, *_):
-    none = (None,) * 15
+    none = (None,) * ctx.count
     if do is None:
         return none
-    saved = ctx.saved_tensors
+    *saved, starts, cu_seqlens_q = ctx.saved_tensors
     gates, keys = saved[7], any(ctx.needs_input_grad[1:7])
     do = contiguous(do)
-    dq, *grads, dgates, dsinks = attend_backward(do, *saved, ctx.batch, ctx.sizes, ctx.scale, keys)
+    offset = () if starts is None else (starts, cu_seqlens_q, ctx.key_tokens)
+    plain = ctx.batch, ctx.sizes, ctx.scale, keys, *offset
+    dq, *grads, dgates, dsinks = attend_backward(do, *saved, *plain)
     # Keys that were scored but not attended to have no gradient: their branch has no values.
     values = saved[2], saved[2], saved[4], saved[4], saved[6], saved[6]
     used = [x if keys and v is not None else None for x, v in zip(grads, values, strict=True)]

@@ -1,7 +1,7 @@
 """Code shared by all operators: registration, config as plain numbers, sequences, GPU."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nsa.config import NSAConfig
 from nsa.kernels.launch import prepared
-from nsa.kernels.sequences import Sequences, dense, packed
+from nsa.kernels.sequences import Axis, Sequences, dense, packed
 
 SIZES = tuple(field.name for field in fields(NSAConfig))
 
@@ -113,6 +113,28 @@ def seen(args: Sequence[Any]) -> bool:
 def sizes_of(config: NSAConfig) -> list[int]:
     """Config as a list of sizes, an operator's argument."""
     return [getattr(config, name) for name in SIZES]
+
+
+def sequences_at(
+    rows: int,
+    cu_seqlens: Tensor | None,
+    batch: int,
+    sizes: Sequence[int],
+    starts: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    tokens: int | None,
+) -> Sequences:
+    """Sequences of a call whose `rows` queries begin at `starts` [sequences] among `tokens` tokens.
+
+    starts None: the queries are at all tokens. cu_seqlens_q: bounds of packed queries.
+    """
+    if starts is None:
+        return sequences_of(rows, cu_seqlens, batch, sizes)
+    if cu_seqlens_q is None:
+        queries = Axis(batch, rows // batch, starts=starts)
+    else:
+        queries = Axis(starts.shape[0], rows, cu_seqlens_q, starts)
+    return replace(sequences_of(tokens, cu_seqlens, batch, sizes), offset=queries)
 
 
 def sequences_of(

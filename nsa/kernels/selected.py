@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nsa.kernels.common import locate, padded
+from nsa.kernels.common import extent, locate, padded, position_of
 
 LANES = tl.constexpr(32)  # of a warp
 SHORT = tl.constexpr(2)  # blocks, see `rounds`
@@ -13,9 +13,10 @@ SHORT = tl.constexpr(2)  # blocks, see `rounds`
 def place(axis, rivals, sizes, WALK: tl.constexpr):
     """Location of this program's tile, or the first of PIECES if they are merged.
 
-    Returns (sequence, its first row, its rows, first token in it, KV head, first head of the
-    group, number of the tile, True if this program has work: False where tiles of the other size
-    are used).
+    axis: (table, bounds, length, starts) of the queries, then (bounds, length) of the keys if they
+    have another axis. Returns (sequence, its first row, its rows, first token in it, KV head, first
+    head of the group, number of the tile, True if this program has work: False where tiles of the
+    other size are used, (first row of its keys, their rows, position of its first row)).
 
     Tokens are the fastest axis: the keys and values of one KV head fit in the L2 cache.
     """
@@ -33,6 +34,10 @@ def place(axis, rivals, sizes, WALK: tl.constexpr):
     sequence, start, rows, first = locate(
         whole, axis[0], axis[1], axis[2], TOKENS * PIECES, WALK.packed
     )
+    key_start, key_rows = start, rows
+    if axis[3] is not None:
+        key_start, key_rows = extent(sequence, axis[4], axis[5], WALK.packed)
+    along = key_start, key_rows, position_of(sequence, axis[3])
     mine = first + piece * TOKENS < rows
     if WALK.decide:
         RATIO: tl.constexpr = WALK.ratio
@@ -48,7 +53,7 @@ def place(axis, rivals, sizes, WALK: tl.constexpr):
         mine = mine & (pays == WALK.large)
     first += piece * TOKENS
     tile = whole * PIECES + piece
-    return sequence, start, rows, first, kv_head, head, tile, mine
+    return sequence, start, rows, first, kv_head, head, tile, mine, along
 
 
 @triton.jit
@@ -84,14 +89,17 @@ def of_union(blocks, members, i, count, WALK: tl.constexpr):
 
 
 @triton.jit
-def tile_rows(start, rows, first, kv_head, head, group, WALK: tl.constexpr):
-    """(token's number in the tile, position, row of the token axis, query head, valid), [ROWS]."""
+def tile_rows(start, rows, first, begin, kv_head, head, group, WALK: tl.constexpr):
+    """(token's number in the tile, position, row of the token axis, query head, valid), [ROWS].
+
+    begin: position of the sequence's first row.
+    """
     r = tl.arange(0, WALK.rows)
     token = r // WALK.heads
     in_group = head + r % WALK.heads
-    position = first + token
-    valid = (token < WALK.tokens) & (in_group < group) & (position < rows)
-    return token, position, start + position, kv_head * group + in_group, valid
+    place = first + token
+    valid = (token < WALK.tokens) & (in_group < group) & (place < rows)
+    return token, begin + place, start + place, kv_head * group + in_group, valid
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from nsa.kernels.common import (
     locate,
     next_power_of_two,
     padded,
+    position_of,
     precision,
 )
 from nsa.kernels.inverse import Inverse
@@ -100,6 +101,9 @@ def selected_dkdv(
         lookup.stops,
     )  # fmt: skip
     tokens = sequences.tokens.bounds, sequences.tokens.length
+    rows, queries = None, sequences.offset
+    if queries is not None:
+        rows = queries.bounds, queries.length, queries.starts
     lists = lookup.ends.shape[0]
     sizes = lists // kv_heads, kv_heads, select_block
     taken = Rows(tile.rows, tile.rows // heads, heads, group, ceil_div(group, heads), early)
@@ -107,7 +111,7 @@ def selected_dkdv(
     if lists:
         launch(
             _selected_dkdv, (lookup.task_list.shape[0] * parts,),
-            q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens,
+            q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens, rows,
             sizes, scale, scale * LOG2E, MOST_INSIDE=inside, WIDE=max(reach(q), reach(do)) >= 2**31,
             ALIKE=q.stride() == do.stride(), PRECISION=precision(q), CUT=cut,
             QUERIES=taken, num_warps=tile.warps, num_stages=tile.stages,
@@ -127,8 +131,8 @@ def reach(x: Tensor) -> int:
 
 @triton.jit
 def _selected_dkdv(
-    q, k, v, do, lse, delta, gates, dk, dv, partial, strides, tables, axis, tokens, sizes,
-    scale, scale2,
+    q, k, v, do, lse, delta, gates, dk, dv, partial, strides, tables, axis, tokens, queries,
+    sizes, scale, scale2,
     MOST_INSIDE: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, PRECISION: tl.constexpr,
     CUT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +150,9 @@ def _selected_dkdv(
     if task >= tl.load(tables[2] + sizes[0] * sizes[1] - 1):
         return
     number = tl.load(tables[3] + task)
-    start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, KEYS, CUT.packed)
+    sequence, start, first_key, left, kv_head = _block(
+        number, part, axis, tokens, sizes, KEYS, CUT.packed
+    )
     if left <= 0:
         return
     begin = tl.load(tables[1] + number)
@@ -159,6 +165,10 @@ def _selected_dkdv(
     high = tl.minimum(low + TASK, end)
 
     row = start + first_key
+    query_row = row  # of the query that stands at the first key, possibly not there
+    if queries is not None:
+        query_row, _ = extent(sequence, queries[0], queries[1], CUT.packed)
+        query_row += first_key - position_of(sequence, queries[2])
     keys = load_keys(k + kv_head.to(tl.int64) * strides[1][1], row, left, strides[1], KEYS, D)
     values = load_keys(v + kv_head.to(tl.int64) * strides[2][1], row, left, strides[2], KEYS, DV)
     dk_sum = tl.zeros([KEYS, padded(D)], tl.float32)
@@ -166,13 +176,13 @@ def _selected_dkdv(
     # Tokens ascend: those inside the block come first, and only they must not see all of it.
     ahead = low + tl.arange(0, MOST_INSIDE)
     token = tl.load(tables[0] + ahead, mask=ahead < high, other=0x7FFFFFFF)
-    inside = low + tl.sum((token < row + KEYS).to(tl.int32), 0)
+    inside = low + tl.sum((token < query_row + KEYS).to(tl.int32), 0)
     dk_sum, dv_sum = _absorb(
-        dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], low, inside, row,
+        dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], low, inside, query_row,
         kv_head, sizes[1], strides, scale2, True, ALIKE, WIDE, PRECISION, CUT, QUERIES,
     )  # fmt: skip
     dk_sum, dv_sum = _absorb(
-        dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], inside, high, row,
+        dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], inside, high, query_row,
         kv_head, sizes[1], strides, scale2, False, ALIKE, WIDE, PRECISION, CUT, QUERIES,
     )  # fmt: skip
     dk_sum *= scale
@@ -196,8 +206,8 @@ def _absorb(
 ):  # fmt: skip
     """Add the contribution of tokens[low:high] to dk_sum / scale and dv_sum.
 
-    first_row is the row of keys[0]; ALIKE: q and do have the same strides. Invalid keys, past the
-    end of block or sequence, get undefined sums, which are not stored.
+    first_row is the row of a query at keys[0]; ALIKE: q and do have the same strides. Invalid
+    keys, past the end of block or sequence, get undefined sums, which are not stored.
     """
     TOKENS: tl.constexpr = QUERIES.tokens
     HEADS: tl.constexpr = QUERIES.heads
@@ -255,7 +265,9 @@ def _sum_partials(
     if count <= 1:
         return
     part = first % ROWS // SUMMED
-    start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, SUMMED, CUT.packed)
+    _, start, first_key, left, kv_head = _block(
+        number, part, axis, tokens, sizes, SUMMED, CUT.packed
+    )
     if left <= 0:
         return
     n = first % ROWS + tl.arange(0, SUMMED)
@@ -278,14 +290,14 @@ def _sum_partials(
 def _block(number, part, axis, tokens, sizes, KEYS: tl.constexpr, PACKED: tl.constexpr):
     """Keys of part `part` of the block of list `number`.
 
-    Returns (first row of the sequence, first key in it, keys up to its or the block's end, KV
+    Returns (sequence, its first row, first key in it, keys up to its or the block's end, KV
     head); a block beyond the last one of a packed batch has no keys.
     """
     sequence, _, blocks, block = locate(number % sizes[0], axis[0], axis[1], axis[2], 1, PACKED)
     start, rows = extent(sequence, tokens[0], tokens[1], PACKED)
     first_key = block * sizes[2] + part * KEYS
     left = tl.minimum(tl.minimum(rows, (block + 1) * sizes[2]) - first_key, KEYS)
-    return start, first_key, tl.where(block < blocks, left, 0), number // sizes[0]
+    return sequence, start, first_key, tl.where(block < blocks, left, 0), number // sizes[0]
 
 
 @triton.jit

@@ -105,15 +105,17 @@ def _selected_dq(
     D: tl.constexpr = WALK.d
     DV: tl.constexpr = WALK.dv
     BLOCK_D: tl.constexpr = padded(D)
-    sequence, start, rows, first, kv_head, head, tile, mine = place(axis, rivals, sizes, WALK)
+    sequence, start, rows, first, kv_head, head, tile, mine, along = place(
+        axis, rivals, sizes, WALK
+    )
     if not mine:
         return
-    k = of_head(k, start, kv_head, strides[1])
-    v = of_head(v, start, kv_head, strides[2])
+    k = of_head(k, along[0], kv_head, strides[1])
+    v = of_head(v, along[0], kv_head, strides[2])
     v_strides = strides[1 if ALIKE else 2]  # one set of offsets for both
     for _ in range(WALK.pieces if WALK.merged else 1):
         token, position, row, heads, valid = tile_rows(
-            start, rows, first, kv_head, head, sizes[2], WALK
+            start, rows, first, along[2], kv_head, head, sizes[2], WALK
         )
         queries = load_rows(q, row, heads, valid, strides[0], D)
         dos = load_rows(do, row, heads, valid, strides[3], DV)
@@ -132,16 +134,16 @@ def _selected_dq(
         grad = tl.zeros([ROWS, BLOCK_D], tl.float32)
         if kept is not None:
             share = tl.load(kept + flat, mask=valid, other=0.0)
-        for _ in range(rounds(first, sizes[3], WALK.slots, WALK.tokens)):
+        for _ in range(rounds(along[2] + first, sizes[3], WALK.slots, WALK.tokens)):
             if WALK.turned:
                 grad, beyond = _walk_turned(
                     queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
-                    sequence, kv_head, rows, sizes[3], strides[1], v_strides, scale2, WALK,
+                    sequence, kv_head, along[1], sizes[3], strides[1], v_strides, scale2, WALK,
                 )  # fmt: skip
             else:
                 grad, beyond = _walk(
                     queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
-                    sequence, kv_head, rows, sizes[3], strides[1], v_strides, scale2, WALK,
+                    sequence, kv_head, along[1], sizes[3], strides[1], v_strides, scale2, WALK,
                 )  # fmt: skip
             if kept is not None:
                 shift *= share

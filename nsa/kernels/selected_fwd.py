@@ -104,15 +104,17 @@ def _selected_forward(
     PRECISION: tl.constexpr = WALK.precision
     D: tl.constexpr = WALK.d
     DV: tl.constexpr = WALK.dv
-    sequence, start, rows, first, kv_head, head, tile, mine = place(axis, rivals, sizes, WALK)
+    sequence, start, rows, first, kv_head, head, tile, mine, along = place(
+        axis, rivals, sizes, WALK
+    )
     if not mine:
         return
-    k = of_head(k, start, kv_head, strides[1])
-    v = of_head(v, start, kv_head, strides[2])
+    k = of_head(k, along[0], kv_head, strides[1])
+    v = of_head(v, along[0], kv_head, strides[2])
     v_strides = strides[1 if ALIKE else 2]  # one set of offsets for both
     for _ in range(WALK.pieces if WALK.merged else 1):
         token, position, row, heads, valid = tile_rows(
-            start, rows, first, kv_head, head, sizes[2], WALK
+            start, rows, first, along[2], kv_head, head, sizes[2], WALK
         )
         queries = load_rows(q, row, heads, valid, strides[0], D)
         blocks, members, count = union_of(union, tile, kv_head, sizes[1], WALK)
@@ -128,7 +130,7 @@ def _selected_forward(
             block, member = ahead
             ahead = of_union(blocks, members, (i + 1) // PARTS, count, WALK)
             first_key = block * sizes[3] + part
-            left = tl.minimum(rows - first_key, width)
+            left = tl.minimum(along[1] - first_key, width)
             keys = load_block(k, sequence, kv_head, first_key, left, strides[1], KEYS, D)
             s = block_scores(queries, keys, token, position, member, first_key, width, PRECISION)
             p, m, total, rescale = absorb(s, scale2, m, total)

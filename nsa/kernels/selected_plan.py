@@ -93,7 +93,7 @@ def plan(blocks: Tensor, sequences: Sequences, group: int) -> Plan:
 
 def kept_plan(workspace: Tensor, blocks: Tensor, sequences: Sequences, group: int) -> Plan:
     """Restore the result of `plan` for the same blocks, sequences and group from its workspace."""
-    layout = layout_of(sequences.tokens, *blocks.shape[1:], group)
+    layout = layout_of(sequences.queries, *blocks.shape[1:], group)
     return Plan(group, tile_tokens(group)[0], workspace, *layout.of(workspace))
 
 
@@ -150,7 +150,7 @@ def launches(
         raise ValueError(f"force={force!r} is neither None nor one of {', '.join(SIZES)}")
     # Rows of more than 512 bytes leave no room for a large tile in an SM.
     only_small = plan.large is None or max(q.shape[2], v.shape[2]) * q.element_size() > 512
-    tokens, config = sequences.tokens, sequences.config
+    tokens, queries, config = sequences.tokens, sequences.queries, sequences.config
     select_block, forced = config.select_block, config.select_initial + config.select_local
     cost = float(cost or default_cost(kernel, q, v))
     if only_small:
@@ -168,7 +168,8 @@ def launches(
         rows = power_of_two(union.tokens_per_tile * plan.heads)
         chosen = (tile or {}).get(size) or default_tile(kernel, rows, q, v, select_block)
         pieces = plan.pieces if size == "small" else 1
-        axis, count = axis_arguments(tokens, union.tokens_per_tile * pieces)
+        axis, count = axis_arguments(queries, union.tokens_per_tile * pieces)
+        axis += () if queries is tokens else (tokens.bounds, tokens.length)
         merged = pieces > 1 and count * kv_heads * chunks >= MERGED * processors(q.device)
         if not merged:
             count *= pieces

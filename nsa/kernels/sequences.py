@@ -15,12 +15,14 @@ class Axis:
     """Concatenated sequences on one axis: of tokens, or of their compressed keys.
 
     Dense: `count` sequences of `length` rows each and no `bounds`. Packed: row `bounds[i]` is the
-    first of sequence i, and `length` is an upper bound on their lengths.
+    first of sequence i, and `length` is an upper bound on their lengths. The first row of sequence
+    i is at position starts[i] of it, 0 without `starts`.
     """
 
     count: int
     length: int
     bounds: Tensor | None = None  # [count + 1] int32
+    starts: Tensor | None = None  # [count] int32
 
     @property
     def packed(self) -> bool:
@@ -57,8 +59,14 @@ class Axis:
 class Sequences:
     """Sequences of one call and the axes derived from them."""
 
-    tokens: Axis
+    tokens: Axis  # that have keys
     config: NSAConfig
+    offset: Axis | None = None  # queries, if they have another axis
+
+    @property
+    def queries(self) -> Axis:
+        """Axis of queries: that of the tokens unless they begin at an offset."""
+        return self.offset or self.tokens
 
     @cached_property
     def compressed(self) -> Axis:

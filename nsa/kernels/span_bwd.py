@@ -152,7 +152,7 @@ def span_dkdv(
             dk_parts, dv_parts,
             (*(x.stride() for x in (q, k, v, do)),
              (*dk.stride()[:2], dk_parts.stride(0)), (*dv.stride()[:2], dv_parts.stride(0))),
-            (tokens.bounds, tokens.length), place, total, scale, scale * LOG2E,
+            (tokens.bounds, tokens.length, tokens.starts), place, total, scale, scale * LOG2E,
             Sizes(heads, group, dim, value_dim), felt(span, keys), tile,
             EACH=shares[0], SPLITS=shares[1], TOGETHER=shares[2], PACKED=keys.packed,
             PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,

@@ -7,7 +7,7 @@ gate's gradient, dS = gp (dP - delta), dq = scale * dS k, dk = scale * dS^T q an
 import triton
 import triton.language as tl
 
-from nsa.kernels.common import add_rows, extent, locate, padded, partial_sums
+from nsa.kernels.common import add_rows, extent, locate, padded, partial_sums, position_of
 from nsa.kernels.span_common import (
     at,
     key_part,
@@ -52,6 +52,7 @@ def dq_kernel(
     left = rows - first
 
     t = first + tl.arange(0, BLOCK_M)
+    position = token_place[3] + t
     statistics = head.to(tl.int64) * total + start + t
     q_tile = load_tile(q, q_strides, token_place, first, head, D, BLOCK_M)
     do_tile = load_tile(do, do_strides, token_place, first, head, DV, BLOCK_M)
@@ -63,7 +64,7 @@ def dq_kernel(
     if MAKE_DELTA:
         shift = tl.zeros([BLOCK_M], tl.float32)
         if q_tile.dtype != tl.float32:
-            newest = seen_end(t, SPAN) - 1
+            newest = seen_end(position, SPAN) - 1
             at_newest = at(v_rows, v_strides, key_place[1], kv_head)
             row = newest.to(tl.int64)[:, None] * v_strides[0]
             d = tl.arange(0, padded(DV))
@@ -88,7 +89,7 @@ def dq_kernel(
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         # A branch between the products would keep the compiler from mixing them with the rest.
         if (n < whole[0]) | (n + BLOCK_N > whole[1]):
-            visible = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], SPAN)
+            visible = sees(position[:, None], n + tl.arange(0, BLOCK_N)[None, :], SPAN)
             s = tl.where(visible, s, float("-inf"))
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         p = tl.exp2(s * scale2 - lse2_rows[:, None])
@@ -134,9 +135,10 @@ def dkdv_kernel(
     """One program: dk and dv of TILE.keys keys, from one of SPLITS shares of the tokens that see
     them and EACH query heads of the group that shares them.
 
-    tokens: (bounds, length); keys: (table, bounds, length). Scores are transposed, [keys, tokens],
-    so that P^T and dS^T go from the registers of one product into the next. dk and dv have an axis
-    of parts, G / EACH * SPLITS of them, last in their strides. TOGETHER programs of a tile are
+    tokens: (bounds, length, starts); keys: (table, bounds, length). Scores are transposed,
+    [keys, tokens], so that P^T and dS^T go from the registers of one product into the next. dk and
+    dv have an axis of parts, G / EACH * SPLITS of them, last in their strides. TOGETHER programs of
+    a tile are
     followed by as many of the next tile, and so on, so that tokens are reread from the cache;
     early tiles, which the most tokens see, start first. lse2, delta and gate are
     [HQ, tokens].
@@ -156,7 +158,13 @@ def dkdv_kernel(
     token_start, token_rows = extent(sequence, tokens[0], tokens[1], PACKED)
     token_place, key_place = (sequence, token_start, token_rows), (sequence, start, rows)
     left = rows - first
-    begin, end, whole_begin, whole_end = seen_by(first, BLOCK_N, rows, token_rows, SPAN)
+    position = position_of(sequence, tokens[2])
+    begin, end, whole_begin, whole_end = seen_by(first, BLOCK_N, rows, position + token_rows, SPAN)
+    if tokens[2] is not None:  # from positions to rows
+        begin = tl.maximum(begin - position, 0)
+        end -= position
+        whole_begin -= position
+        whole_end -= position
     if isinstance(lse2, tl.tensor_descriptor):
         begin = begin // 4 * 4  # by TMA, a line starts at a multiple of 16 bytes
     tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
@@ -185,7 +193,7 @@ def dkdv_kernel(
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
         # A branch between the products would keep the compiler from mixing them with the rest.
         if (row < whole_begin) | (row + BLOCK_M > whole_end):
-            seen = sees((row + i)[None, :], s_keys[:, None], SPAN)
+            seen = sees((position + row + i)[None, :], s_keys[:, None], SPAN)
             s = tl.where(seen & (i < behind)[None, :], s, float("-inf"))
             # Rows that see no key have lse2 = -inf, and -inf - -inf is NaN.
             lse2_rows = tl.where(lse2_rows == float("-inf"), 0.0, lse2_rows)

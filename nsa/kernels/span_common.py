@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.blocks import Span
-from nsa.kernels.common import extent, locate, padded, power_of_two
+from nsa.kernels.common import extent, locate, padded, position_of, power_of_two
 from nsa.kernels.sequences import Axis
 from nsa.kernels.tiles import Tile, architecture, processors
 
@@ -47,19 +47,23 @@ def query_tile(
 ):  # fmt: skip
     """(head, place of tokens, place of keys, first token, seen, whole) of query tile `number`.
 
-    tokens: (table, bounds, length) of the tokens' axis; keys: (bounds, length) of the keys'. A
-    place is (sequence, its first row, its rows). Some row sees the keys in [seen[0], seen[1]),
-    every row those in [whole[0], whole[1]). Late tiles, which see the most keys when there is no
-    lookback, start first. A tile whose first token is past the place's rows is empty.
+    tokens: (table, bounds, length, starts) of the queries' axis; keys: (bounds, length) of the
+    keys'. A place is (sequence, its first row, its rows), and that of tokens has the position of
+    its first row as well. Some row sees the keys in [seen[0], seen[1]), every row those in
+    [whole[0], whole[1]). Late tiles, which see the most keys when there is no lookback, start
+    first. A tile whose first token is past the place's rows is empty.
     """
     tile = tiles - 1 - number // HQ
     head = number % HQ
     sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], ROWS, PACKED)
     key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
-    last = tl.minimum(first + ROWS, rows) - 1
-    seen = seen_start(first, SPAN), tl.minimum(seen_end(last, SPAN), key_rows)
-    whole = seen_start(last, SPAN), tl.minimum(seen_end(first, SPAN), key_rows)
-    return head, (sequence, start, rows), (sequence, key_start, key_rows), first, seen, whole
+    position = position_of(sequence, tokens[3])
+    begin = position + first
+    last = position + tl.minimum(first + ROWS, rows) - 1
+    seen = seen_start(begin, SPAN), tl.minimum(seen_end(last, SPAN), key_rows)
+    whole = seen_start(last, SPAN), tl.minimum(seen_end(begin, SPAN), key_rows)
+    place = sequence, start, rows, position
+    return head, place, (sequence, key_start, key_rows), first, seen, whole
 
 
 @triton.jit

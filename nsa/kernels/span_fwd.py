@@ -63,6 +63,7 @@ def _span_forward(
     left = rows - first
 
     t = first + tl.arange(0, BLOCK_M)
+    position = token_place[3] + t
     q_tile = load_tile(q, q_strides, token_place, first, head, SIZES.D, BLOCK_M)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M, 8], tl.float32)
@@ -73,7 +74,7 @@ def _span_forward(
         k_tile = load_tile(k, k_strides, key_place, n, kv_head, SIZES.D, BLOCK_N)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if (n < whole[0]) | (n + BLOCK_N > whole[1]):
-            visible = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], SPAN)
+            visible = sees(position[:, None], n + tl.arange(0, BLOCK_N)[None, :], SPAN)
             s = tl.where(visible, s, float("-inf"))
         p, m, sums, rescale = absorb(s, scale2, m, sums)
         if v is not None:
@@ -140,7 +141,7 @@ def span_forward(
 ) -> tuple[Tensor | None, Tensor]:
     """(o [tokens, HQ, DV] in q's dtype, lse2 [HQ, tokens] fp32) over each query's range of keys.
 
-    q [tokens, HQ, D]; k [keys, HKV, D], v [keys, HKV, DV], on the axis of tokens or on that of
+    q [tokens, HQ, D]; k [keys, HKV, D], v [keys, HKV, DV], on an axis of tokens or on that of
     compressed keys. scale must be positive. A query that sees no key has o = 0 and lse2 = -inf.
     v None: no values are summed, and o is None.
 

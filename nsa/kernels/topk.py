@@ -17,6 +17,7 @@ from nsa.kernels.common import (
     extent,
     locate,
     next_power_of_two,
+    position_of,
     power_of_two,
     precision,
 )
@@ -100,7 +101,8 @@ def _select_blocks(
 ):  # fmt: skip
     """One program: TILE.rows neighbouring queries of one sequence and the heads of one KV head.
 
-    tokens: (table, bounds, length) of the tokens' axis; keys: (bounds, length) of the keys'.
+    tokens: (table, bounds, length, starts) of the queries' axis; keys: (bounds, length) of the
+    keys'.
     Late tiles, which see the most keys, start first.
     """
     BLOCK_M: tl.constexpr = TILE.rows
@@ -116,15 +118,16 @@ def _select_blocks(
         return
     key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
     token_place, key_place = (sequence, start, rows), (sequence, key_start, key_rows)
-    last = tl.minimum(first + BLOCK_M, rows) - 1
+    position = position_of(sequence, tokens[3])
+    last = position + tl.minimum(first + BLOCK_M, rows) - 1
     t = first + tl.arange(0, BLOCK_M)
-    own = t // SELECT
+    own = (position + t) // SELECT
     slot = tl.arange(0, SLOTS)[None, :]
     legal = last // SELECT + 1
     if legal <= COUNT:
         chosen = tl.where(slot <= own[:, None], slot, NONE)
     else:
-        ends = seen_end(t, SPAN)
+        ends = seen_end(position + t, SPAN)
         end = tl.minimum(seen_end(last, SPAN), key_rows)
         head = kv_head * G
         lse2_at = lse2 + head.to(tl.int64) * total + start + t
@@ -210,13 +213,13 @@ def select_blocks(
         launches.launch_scores(q, k_cmp, lse2, blocks, sequences, scale, tile or by_warps)
         return blocks
     tile = tile or default_tile(dim, q)
-    place, tiles = axis_arguments(sequences.tokens, tile.rows)
+    place, tiles = axis_arguments(sequences.queries, tile.rows)
     if not tiles:
         return blocks
     bits = sequences.index_bits
     wide = q.dtype == torch.float32 or bits > MOST_BITS
     aligned, step = _pooling(tile.keys, config)
-    tokens, keys = sequences.tokens, sequences.compressed
+    tokens, keys = sequences.queries, sequences.compressed
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, q, k_cmp)
     # Scores and probabilities of such a tile leave room for two programs of 8 warps on an SM.

@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import axis_arguments, ceil_div, locate, next_power_of_two
+from nsa.kernels.common import (
+    axis_arguments,
+    ceil_div,
+    locate,
+    next_power_of_two,
+    position_of,
+)
 from nsa.kernels.launch import launch
 from nsa.kernels.sequences import Axis, Sequences
 
@@ -118,8 +124,8 @@ def nested_unions(
     if not 1 <= whole <= 32:
         raise ValueError(f"a tile of a union holds 1 to 32 tokens, got {whole}")
     _, kv_heads, slots = blocks.shape
-    axis, count = axis_arguments(sequences.tokens, whole)
-    layout = laid_out(sequences.tokens, kv_heads, slots, tokens_per_tile, pieces)
+    axis, count = axis_arguments(sequences.queries, whole)
+    layout = laid_out(sequences.queries, kv_heads, slots, tokens_per_tile, pieces)
     workspace = blocks.new_empty(layout.elements(), dtype=torch.int32)
     small, large = layout.of(workspace)
     padded = next_power_of_two(whole * slots)
@@ -129,7 +135,7 @@ def nested_unions(
             blocks, tuple(small.tensors()), tuple((large or small).tensors()), axis,
             blocks.stride(), count, kv_heads, slots, sequences.config.select_block,
             TOKENS=tokens_per_tile, PIECES=pieces, ENTRIES=padded,
-            CHUNK=min(CHUNK, next_power_of_two(slots)), PACKED=sequences.tokens.packed,
+            CHUNK=min(CHUNK, next_power_of_two(slots)), PACKED=sequences.queries.packed,
             num_warps=1 if padded <= 64 else 4,
         )  # fmt: skip
     return workspace, small, large
@@ -144,20 +150,22 @@ def _unions(
     """One program: the unions of one large tile and of its pieces for one KV head."""
     tile = tl.program_id(0) % tiles
     kv_head = tl.program_id(0) // tiles
-    _, start, rows, first = locate(tile, axis[0], axis[1], axis[2], TOKENS * PIECES, PACKED)
+    sequence, start, rows, first = locate(tile, axis[0], axis[1], axis[2], TOKENS * PIECES, PACKED)
+    begin = position_of(sequence, axis[3])
     source = blocks + kv_head.to(tl.int64) * strides[1]
     entry = tl.arange(0, ENTRIES)
     token, slot = entry // slots, entry % slots
     inside = token < TOKENS * PIECES
-    mine = _slots(source, start, rows, first + token, slot, inside, strides, select_block)
+    mine = _slots(source, start, rows, begin, first + token, slot, inside, strides, select_block)
     counts = mine >= 0
     bits = tl.zeros([ENTRIES], tl.int32)  # bit t: token t of the tile names this block
     for other in range(TOKENS * PIECES):
         found = tl.full([ENTRIES], 0x7FFFFFFF, tl.int32)
         for low in range(0, slots, CHUNK):
             at = low + tl.arange(0, CHUNK)
-            position = first + other + tl.zeros_like(at)
-            theirs = _slots(source, start, rows, position, at, at < slots, strides, select_block)
+            row = first + other + tl.zeros_like(at)
+            valid = at < slots
+            theirs = _slots(source, start, rows, begin, row, at, valid, strides, select_block)
             # [CHUNK, ENTRIES], so that a thread has all of CHUNK and shares nothing for the least
             same = tl.where(theirs[:, None] == mine[None, :], at[:, None], 0x7FFFFFFF)
             found = tl.minimum(found, tl.min(same, 0))
@@ -179,12 +187,15 @@ def _unions(
 
 
 @triton.jit
-def _slots(source, start, rows, token, slot, valid, strides, select_block):
-    """Blocks in the given slots of the given tokens, -1 for slots that do not count."""
+def _slots(source, start, rows, begin, token, slot, valid, strides, select_block):
+    """Blocks in the given slots of the given tokens, -1 for slots that do not count.
+
+    begin: position of token 0.
+    """
     valid &= token < rows
     row = start + token
     block = tl.load(source + row * strides[0] + slot * strides[2], mask=valid, other=-1)
-    return tl.where(valid & (block >= 0) & (block <= token // select_block), block, -1)
+    return tl.where(valid & (block >= 0) & (block <= (begin + token) // select_block), block, -1)
 
 
 @triton.jit

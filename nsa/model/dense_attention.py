@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from nsa.attention import dense, witness
 from nsa.attention.backends.sdpa import KERNELS, scaled_dot_product_attention
-from nsa.attention.inputs import sequence_bounds
+from nsa.attention.placing import sequence_bounds
 from nsa.attention.registry import Declined
 from nsa.model.config import ModelConfig
 from nsa.model.layer import Projections, draw

@@ -6,11 +6,13 @@ grows with T squared; that is what makes it easy to believe. In float64 it is th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from nsa.blocks import count_compressed
 from nsa.config import NSAConfig
 from nsa.reference.attend import attend, attention_probs, without_sink
 from nsa.reference.compress import Phi, compress_keys, compress_values
@@ -43,6 +45,9 @@ def nsa(
     branches: Sequence[str] = BRANCHES,
     scale: float | None = None,
     sinks: Float[Tensor, " HQ *n"] | None = None,
+    q_start: int | Int[Tensor, " N"] = 0,
+    cu_seqlens_q: Int[Tensor, " N1"] | None = None,
+    compressed: tuple[Tensor, Tensor | None] | None = None,
 ) -> Result:
     """Eq. 5: o = g_cmp o_cmp + g_slc o_slc + g_win o_win.
 
@@ -51,19 +56,35 @@ def nsa(
     `cu_seqlens` [N + 1] (B = 1) sequences are independent. Any floating dtype; fp64 is
     exact. No gradient flows through the selection. With `sinks` [HQ], or [HQ, 3] for the branches,
     the denominator of each softmax has e^sink as well, which no value belongs to; the selection is
-    scored without.
+    scored without. `compressed` has keys and values [B, C, HKV, *] to use instead of phi's.
+
+    With `q_start`, or fewer queries than keys, the queries are rows q_start.. of the whole call;
+    with `cu_seqlens_q` [N + 1] those of sequence n are its rows q_start[n].. .
     """
     phi = phi or Phi()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"phi": phi, "branches": branches, "scale": scale, "sinks": sinks}
+    options |= {"compressed": compressed}
+    tokens = next(iter(k.values())).shape[1]
+    if cu_seqlens_q is None and q.shape[1] != tokens:
+        options["cu_seqlens"] = cu_seqlens
+        return _rows_of_the_whole(q, k, v, gates, config, q_start, tokens, blocks, options)
     if cu_seqlens is not None:
-        return _packed(q, k, v, gates, config, phi, cu_seqlens, blocks, branches, scale, sinks)
+        bounds = of_q = cu_seqlens.tolist()
+        starts = [0] * len(bounds[1:])
+        if cu_seqlens_q is not None:
+            of_q, starts = cu_seqlens_q.tolist(), q_start.tolist()
+        return _packed(q, k, v, gates, config, (bounds, of_q, starts), blocks, options)
 
-    positions = torch.arange(q.shape[1], device=q.device)
+    positions = torch.arange(tokens, device=q.device)
     outputs, lse, scores = {}, {}, None
-    k_cmp = compress_keys(k["cmp"], phi, config) if "cmp" in k else None
+    if compressed is not None:
+        k_cmp, v_cmp = compressed
+    else:
+        k_cmp = compress_keys(k["cmp"], phi, config) if "cmp" in k else None
+        v_cmp = compress_values(v["cmp"], phi, config) if "cmp" in branches else None
 
     if "cmp" in branches:
-        v_cmp = compress_values(v["cmp"], phi, config)
         visible = compressed_visible(positions, k_cmp.shape[1], config)
         outputs["cmp"], lse["cmp"] = attend(q, k_cmp, v_cmp, visible, scale)
     if "slc" in branches:
@@ -124,29 +145,54 @@ def window_visible(
     return ((distance >= 0) & (distance < config.window))[None, None]
 
 
-def _packed(
-    q, k, v, gates, config, phi, cu_seqlens, blocks, branches, scale, sinks
-) -> Result:  # fmt: skip
-    """Each sequence run alone, the results laid end to end."""
-    parts = []
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+def _rows_of_the_whole(q, k, v, gates, config, q_start, tokens, blocks, options) -> Result:
+    """The rows of a call with as many queries as `tokens`, of which the others are 0."""
+
+    def whole(x: Tensor, value: int = 0) -> Tensor:
+        around = q_start, tokens - q_start - x.shape[1]
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, *around), value=value)
+
+    blocks = None if blocks is None else whole(blocks, -1)
+    found = nsa(whole(q), k, v, whole(gates), config, blocks=blocks, **options)
+    rows = slice(q_start, q_start + q.shape[1])
+    return Result(
+        o=found.o[:, rows],
+        branches={b: x[:, rows] for b, x in found.branches.items()},
+        lse={b: x[:, rows] for b, x in found.lse.items()},
+        blocks=None if found.blocks is None else found.blocks[:, rows],
+        importance=None if found.importance is None else found.importance[:, rows],
+    )
+
+
+def _packed(q, k, v, gates, config, places, blocks, options) -> Result:
+    """Each sequence run alone, the results laid end to end.
+
+    places: bounds of the keys and of the queries, and the position of each first query.
+    """
+    parts, first, compressed = [], 0, options["compressed"]
+    bounds, of_q, starts = places
+    each = zip(pairwise(bounds), pairwise(of_q), starts, strict=True)
+    for (key, last_key), (start, end), position in each:
+        of_cmp = slice(first, first + count_compressed(last_key - key, config))
+        first = of_cmp.stop
         if start == end:
             continue
-        rows = slice(start, end)
+        rows, keys = slice(start, end), slice(key, last_key)
+        if compressed is not None:
+            options["compressed"] = tuple(x if x is None else x[:, of_cmp] for x in compressed)
         parts.append(
             nsa(
                 q[:, rows],
-                {name: x[:, rows] for name, x in k.items()},
-                {name: x[:, rows] for name, x in v.items()},
+                {name: x[:, keys] for name, x in k.items()},
+                {name: x[:, keys] for name, x in v.items()},
                 gates[:, rows],
                 config,
-                phi=phi,
                 blocks=None if blocks is None else blocks[:, rows],
-                branches=branches,
-                scale=scale,
-                sinks=sinks,
+                q_start=position,
+                **options,
             )
         )
+    branches = options["branches"]
     return Result(
         o=torch.cat([part.o for part in parts], dim=1),
         branches={b: torch.cat([part.branches[b] for part in parts], dim=1) for b in branches},

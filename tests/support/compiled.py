@@ -132,10 +132,17 @@ def reach_one_key(name: str) -> None:
     span_dq(q, k, k, q, rows, gates, 0, *along, specialized=True, kept=kept, dgates=dgates)
 
 
-def reach(name: str, tokens: int, packed: bool, late: bool = False, sinks: bool = False) -> None:
+def reach(
+    name: str,
+    tokens: int,
+    packed: bool,
+    late: bool = False,
+    sinks: bool = False,
+    offset: bool = False,
+) -> None:
     """Launches every kernel that a forward and a backward of the shape need.
 
-    late: of tensors that begin where TMA cannot fetch.
+    late: of tensors that begin where TMA cannot fetch; offset: of the newest half of the queries.
     """
     from nsa.attention.backends.triton import SOUND
     from nsa.kernels import compress, ops, rotary
@@ -155,10 +162,16 @@ def reach(name: str, tokens: int, packed: bool, late: bool = False, sinks: bool 
     where = cu_seqlens, 1, sizes
     k_cmp, v_cmp = compress.compress_mean(k, v, *where)
     compress.compress_mean_backward(k_cmp, v_cmp, cu_seqlens, tokens, 1, sizes)
-    ops.select(q, k_cmp, *where, scale)
+    among = ()
+    if offset:
+        q, gates = q[: tokens // 2], gates[: tokens // 2]
+        starts = torch.full((1,), tokens // 2, dtype=torch.int32)
+        among = starts, cu_seqlens // 2 if packed else None, tokens
+    ops.select(q, k_cmp, *where, scale, *among)
     given = q, k_cmp, v_cmp, k, v, k, v, gates, torch.zeros(q.shape[1], 3) if sinks else None
-    o, *kept, blocks = ops.attend(*given, None, *where, scale, True)
-    ops.attend_backward(o, *given, blocks, cu_seqlens, o, *kept, 1, sizes, scale, True)
+    o, *kept, blocks = ops.attend(*given, None, *where, scale, True, *among)
+    plain = 1, sizes, scale, True, *among
+    ops.attend_backward(o, *given, blocks, cu_seqlens, o, *kept, *plain)
     table, positions = torch.zeros(tokens, dim // 2), torch.arange(tokens) if packed else None
     for back in (False, True):
         rotary.rotate(table, table, positions, back, [q[None], k[None]])
@@ -316,8 +329,8 @@ if __name__ == "__main__":
         # What is otherwise in long sequences is so whatever the call has beside them.
         lengths = {"odd": (1, 70), "packed-sinks": TOKENS[:1]}.get(kind, TOKENS)
         for tokens in lengths:
-            late = kind == "odd" and tokens > 1
-            reach(shape, tokens, kind.startswith("packed"), late, sinks)
+            options = kind == "odd" and tokens > 1, sinks, "offset" in kind
+            reach(shape, tokens, "packed" in kind, *options)
     if shape == "main" and kind in ("dense", "sinks", "packed-sinks"):
         reach_decode(shape, TOKENS[-1], int(target), sinks=sinks)
     if (shape, kind) == ("main", "dense"):

@@ -29,8 +29,9 @@ def run(inputs: Inputs, note: Note) -> Branches:
     k, v = ({b: x[b].to(wide(dtype)) for b in inputs.branches} for x in (inputs.k, inputs.v))
     rows: dict[str, list[tuple[Tensor, Tensor | None]]] = {branch: [] for branch in inputs.branches}
     needed = inputs.needs_lse
-    for t in range(q.shape[1]):
-        q_t = q[:, t].unflatten(1, (inputs.kv_heads, -1))  # [B, HKV, G, D]
+    for row in range(q.shape[1]):
+        t = inputs.q_start + row
+        q_t = q[:, row].unflatten(1, (inputs.kv_heads, -1))  # [B, HKV, G, D]
         if "cmp" in rows:
             ended = slice(*compressed_span(config).seen(t))
             rows["cmp"].append(_attend(q_t, k_cmp[:, ended], v_cmp[:, ended], inputs.scale, needed))
@@ -39,7 +40,7 @@ def run(inputs: Inputs, note: Note) -> Branches:
                 blocks = _select(q_t, k_cmp, t, inputs)
                 note("score", "one-token")
             else:
-                blocks = inputs.blocks[:, t]
+                blocks = inputs.blocks[:, row]
             rows["slc"].append(_attend_blocks(q_t, k["slc"], v["slc"], blocks, t, inputs))
         if "win" in rows:
             newest = slice(*window_span(config).seen(t))

@@ -107,6 +107,8 @@ class _Moved(torch.autograd.Function):
 def why_not(inputs: Inputs) -> list[str]:
     """Reasons why flash-attn does not support the inputs."""
     reasons = dense.why_not(inputs.q, inputs.value_dim, inputs.scale)
+    if inputs.offset:
+        reasons.append("takes queries at the positions of all keys, and no q_start")
     if inputs.needs_lse:
         reasons.append(
             "flash-attn hands out no log-sum-exp with a gradient, which sinks need, and return_lse "

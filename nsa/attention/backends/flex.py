@@ -29,7 +29,7 @@ def _served(inputs: Inputs) -> str:
 def _attend_span(
     inputs: Inputs, k: Tensor, v: Tensor, span: Span
 ) -> tuple[tuple[Tensor, Tensor | None], str]:
-    q = inputs.q
+    q, start = inputs.q, inputs.q_start
     if k.shape[1] == 0:
         return no_keys(inputs), _served(inputs)
     length, stride = span.length, span.stride
@@ -37,24 +37,25 @@ def _attend_span(
     reach = (span.lookback or k.shape[1] + 1) * stride
 
     def visible(b, h, t, s):
-        ended = t + 1 - length - s * stride
+        ended = start + t + 1 - length - s * stride
         return (ended >= 0) & (ended < reach)
 
-    tiles = span_tiles(span, q.shape[1], k.shape[1], q.device)
+    tiles = span_tiles(span, q.shape[1], k.shape[1], q.device, start)
     return _flex(inputs, k, v, visible, tiles[None, None]), _served(inputs)
 
 
 def _attend_selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tensor | None]:
     note("slc", _served(inputs))
     k, v, size, group = inputs.k["slc"], inputs.v["slc"], inputs.config.select_block, inputs.group
+    start = inputs.q_start
     bits = selection_bits(blocks, count_selectable(k.shape[1], inputs.config))
 
     def visible(b, h, t, s):
         j = s // size
         chosen = (bits[b, t, h // group, j // WORD].to(torch.int32) >> (j % WORD)) & 1
-        return (chosen == 1) & (s <= t)
+        return (chosen == 1) & (s <= start + t)
 
-    tiles = selection_tiles(blocks, k.shape[1], size).repeat_interleave(group, dim=1)
+    tiles = selection_tiles(blocks, k.shape[1], size, start).repeat_interleave(group, dim=1)
     return _flex(inputs, k, v, visible, tiles)
 
 
@@ -68,8 +69,11 @@ def selection_bits(blocks: Tensor, count: int) -> Tensor:
     return words.scatter_add(-1, j // WORD, bits)
 
 
-def selection_tiles(blocks: Tensor, keys: int, size: int) -> Tensor:
-    """[B, HKV, T / TILE, keys / TILE]: True if a query of the tile selects a block in it."""
+def selection_tiles(blocks: Tensor, keys: int, size: int, start: int = 0) -> Tensor:
+    """[B, HKV, T / TILE, keys / TILE]: True if a query of the tile selects a block in it.
+
+    The first query is at position start.
+    """
     batch, tokens, kv_heads, slots = blocks.shape
     rows, columns = -(-tokens // TILE), -(-keys // TILE)
     padded = torch.nn.functional.pad(blocks, (0, 0, 0, 0, 0, rows * TILE - tokens), value=-1)
@@ -81,16 +85,21 @@ def selection_tiles(blocks: Tensor, keys: int, size: int) -> Tensor:
         column = torch.minimum(first + offset, last).clamp(max=columns - 1)
         tiles = tiles.scatter(-1, torch.where(absent, columns, column), True)
     # A tile behind its last query is all future.
-    row_end = torch.arange(1, rows + 1, device=blocks.device)[:, None] * TILE
+    row_end = start + torch.arange(1, rows + 1, device=blocks.device)[:, None] * TILE
     return tiles[..., :columns] & (torch.arange(columns, device=blocks.device) * TILE < row_end)
 
 
-def span_tiles(span: Span, tokens: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
-    """[T / TILE, keys / TILE] on the device: True if a query of the tile sees a key in it."""
-    first = torch.arange(0, tokens, TILE, device=device)[:, None]
+def span_tiles(
+    span: Span, tokens: int, keys: int, device: torch.device | str = "cpu", start: int = 0
+) -> Tensor:
+    """[T / TILE, keys / TILE] on the device: True if a query of the tile sees a key in it.
+
+    The first query is at position start.
+    """
+    first = start + torch.arange(0, tokens, TILE, device=device)[:, None]
     column = torch.arange(-(-keys // TILE), device=device)
     low = span.ended(first) - (keys if span.lookback is None else span.lookback)
-    high = span.ended((first + TILE).clamp(max=tokens) - 1)
+    high = span.ended((first + TILE).clamp(max=start + tokens) - 1)
     return (column >= low // TILE) & (column * TILE < high)
 
 

@@ -26,7 +26,7 @@ ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
 def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tensor | None]:
     note("slc", "gather-chunks")
     q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
-    given = q, k, v, blocks, inputs.config.select_block, inputs.scale
+    given = q, k, v, blocks, inputs.config.select_block, inputs.scale, inputs.q_start
     if not inputs.needs_lse:
         return _GatherAttention(*given), None
     return _GatherAttention.with_lse(*given)
@@ -34,16 +34,17 @@ def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tenso
 
 @operator("gather_attention")
 class _GatherAttention:
-    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV], lse."""
+    """q [B, T, HQ, D] at positions first.., k and v [B, S, HKV, *], blocks [B, T, HKV, N] ->
+    o [B, T, HQ, DV], lse."""
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, scale: float
+        q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, scale: float, first: int
     ) -> tuple[Tensor, Tensor]:
         o, lse = _GatherAttention.parts.shapes(q, k, v)
         for rows in _chunks(k, v, blocks, size):
             queries = _rows_by_kv_head(q[:, rows], k.shape[2])
-            index, hidden = _tokens(blocks[:, rows], size, rows.start, k.shape[1])
+            index, hidden = _tokens(blocks[:, rows], size, first + rows.start, k.shape[1])
             scores = _scores(queries, _take(k, index), hidden, scale)  # [M', G, S]
             lse_rows = torch.logsumexp(scores, dim=-1)
             probs = probs_from(scores, lse_rows).to(v.dtype)
@@ -67,6 +68,7 @@ class _GatherAttention:
         lse: Tensor,
         size: int,
         scale: float,
+        first: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads, dq = k.shape[2], q.new_empty(q.shape)
         dk, dv = (x.new_zeros(x.shape, dtype=wide(q.dtype)) for x in (k, v))
@@ -74,7 +76,7 @@ class _GatherAttention:
             queries = _rows_by_kv_head(q[:, rows], kv_heads)
             do_rows = _rows_by_kv_head(do[:, rows], kv_heads)
             lse_rows = lse[:, rows].reshape(queries.shape[:2])
-            index, hidden = _tokens(blocks[:, rows], size, rows.start, k.shape[1])
+            index, hidden = _tokens(blocks[:, rows], size, first + rows.start, k.shape[1])
             keys = _take(k, index)
             probs = probs_from(_scores(queries, keys, hidden, scale), lse_rows)
             dprobs = dot(do_rows, _take(v, index).transpose(1, 2))
@@ -115,7 +117,7 @@ def _tokens(blocks: Tensor, size: int, first: int, tokens: int) -> tuple[Tensor,
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """[B, T, HKV, D] by index [M', S] -> [M', S, D]."""
+    """[B, S, HKV, D] by index [M', S'] -> [M', S', D]."""
     return x.reshape(-1, x.shape[-1])[index]
 
 

@@ -29,7 +29,7 @@ def selected(inputs: Inputs, blocks: Tensor, note: Note) -> tuple[Tensor, Tensor
     """(o [B, T, HQ, DV], lse [B, T, HQ] if needed) of the selected branch for blocks."""
     note("slc", "packed-tiles")
     q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
-    given = q, k, v, blocks, inputs.config.select_block, inputs.scale
+    given = q, k, v, blocks, inputs.config.select_block, inputs.scale, inputs.q_start
     if not inputs.needs_lse:
         return _PackedAttention(*given), None
     o, lse = _PackedAttention.with_lse(*given)
@@ -42,33 +42,34 @@ class _Tiles:
 
     pair: Tensor  # [N, ROWS]: index into blocks.flatten(), or its length for a row left over
     row: Tensor  # [N, ROWS]: index into q as [B*T*HKV, G, D]
-    token: Tensor  # [N, size]: index into k as [B*T*HKV, D]
+    token: Tensor  # [N, size]: index into k as [B*S*HKV, D]
     hidden: Tensor  # [N, ROWS, size]: the query does not see the key
 
 
 @operator("packed_attention")
 class _PackedAttention:
-    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV], lse.
+    """q [B, T, HQ, D] at positions first.., k and v [B, S, HKV, *], blocks [B, T, HKV, N] ->
+    o [B, T, HQ, DV], lse.
 
     The backward computes row sums from the unrounded o, which is kept only if o is rounded.
     """
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, scale: float
+        q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, scale: float, first: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
         queries, keys, values = _flat(q, group), _flat(k), _flat(v)
         plan = _invert(blocks, k.shape[1], size)
         # First every tile's log-sum-exp, so that each partial result is final when it is added.
         parts = q.new_full((blocks.numel() + 1, group), float("-inf"), dtype=accumulate)
-        for tiles in _chunks(plan, blocks, q, k, v, size):
+        for tiles in _chunks(plan, blocks, q, k, v, size, first):
             scores = _scores(queries, keys, tiles, scale)
             parts[tiles.pair] = torch.logsumexp(scores, dim=-1)
         parts = parts[:-1].view(-1, blocks.shape[-1], group)
         lse = torch.logsumexp(parts, dim=1)  # [B*T*HKV, G]
         o = torch.zeros(queries.shape[0], group, v.shape[3], dtype=accumulate, device=q.device)
-        for tiles in _chunks(plan, blocks, q, k, v, size):
+        for tiles in _chunks(plan, blocks, q, k, v, size, first):
             probs = probs_from(_scores(queries, keys, tiles, scale), lse[tiles.row])
             part = dot(probs.to(v.dtype).flatten(1, 2), values[tiles.token])
             o.index_add_(0, tiles.row.flatten(), part.view(-1, *o.shape[1:]))
@@ -98,6 +99,7 @@ class _PackedAttention:
         lse: Tensor,
         size: int,
         scale: float,
+        first: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
         queries, keys, values = _flat(q, group), _flat(k), _flat(v)
@@ -107,7 +109,7 @@ class _PackedAttention:
             delta -= dlse
         dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulate) for x in (queries, keys, values))
         plan = _invert(blocks, k.shape[1], size)
-        for tiles in _chunks(plan, blocks, q, k, v, size):
+        for tiles in _chunks(plan, blocks, q, k, v, size, first):
             probs = probs_from(_scores(queries, keys, tiles, scale), lse[tiles.row])
             probs = probs.flatten(1, 2)  # [N, ROWS*G, size]
             do_rows = douts[tiles.row].flatten(1, 2)
@@ -155,7 +157,7 @@ def _invert(blocks: Tensor, tokens: int, size: int) -> _Plan:
     )
 
 
-def _chunks(plan: _Plan, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor, size: int):
+def _chunks(plan: _Plan, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor, size: int, position: int):
     """Chunks of tiles. Their number is an upper bound, so it does not depend on data."""
     group = q.shape[2] // k.shape[2]
     keys = plan.start.numel() - 1
@@ -164,10 +166,13 @@ def _chunks(plan: _Plan, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor, size: 
     step = max(1, ELEMENTS // (ROWS * group * (row + size) + size * row))
     for first in range(0, most, step):
         index = torch.arange(first, min(first + step, most), device=blocks.device)
-        yield _tiles(index, plan, blocks, k.shape[1], size)
+        yield _tiles(index, plan, blocks, k.shape[1], size, position)
 
 
-def _tiles(index: Tensor, plan: _Plan, blocks: Tensor, tokens: int, size: int) -> _Tiles:
+def _tiles(
+    index: Tensor, plan: _Plan, blocks: Tensor, tokens: int, size: int, first: int
+) -> _Tiles:
+    # Queries are at positions first.., and `tokens` have keys.
     kv_heads, slots = blocks.shape[2], blocks.shape[3]
     keys = plan.start.numel() - 1
     key = torch.searchsorted(plan.first_tile, index, right=True) - 1
@@ -182,7 +187,7 @@ def _tiles(index: Tensor, plan: _Plan, blocks: Tensor, tokens: int, size: int) -
     count = keys // (blocks.shape[0] * kv_heads)
     owner, block = key // count, key % count
     token = block[:, None] * size + torch.arange(size, device=index.device)  # [N, size]
-    position = row // kv_heads % tokens
+    position = first + row // kv_heads % blocks.shape[1]
     hidden = (token[:, None] > position[..., None]) | ~filled[..., None]
     token = token.clamp(max=tokens - 1)
     sequence, head = owner[:, None] // kv_heads, owner[:, None] % kv_heads

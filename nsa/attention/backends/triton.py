@@ -57,7 +57,7 @@ def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
     from nsa.kernels.registration import sizes_of
 
     q, scale = positive(inputs.q, inputs.scale)
-    plain = inputs.cu_seqlens, q.shape[0], sizes_of(inputs.config), scale
+    plain = inputs.cu_seqlens, q.shape[0], sizes_of(inputs.config), scale, *_offset(inputs)
     blocks = ops.select(_flat(_padded(q)), _flat(_padded(k_cmp)), *plain)
     return blocks.unflatten(0, q.shape[:2])
 
@@ -94,7 +94,7 @@ def _attend(
         blocks = blocks.flatten(0, 1).int().contiguous() if "slc" in branches else None
     learned = any(x is not None and x.requires_grad for x in (*tensors, gates, inputs.sinks))
     keep = (learned and torch.is_grad_enabled()) or inputs.return_lse
-    plain = q.shape[0], sizes_of(inputs.config), scale, keep
+    plain = q.shape[0], sizes_of(inputs.config), scale, keep, *_offset(inputs)
     found = ops.attend(*tensors, gates, inputs.sinks, blocks, inputs.cu_seqlens, *plain)
     o = found[0][..., : inputs.value_dim].unflatten(0, q.shape[:2])
     if not inputs.return_lse:
@@ -104,15 +104,28 @@ def _attend(
     return o, {b: (lse2[b] * math.log(2)).unflatten(0, q.shape[:2]) for b in branches}
 
 
+def _offset(inputs: Inputs) -> tuple:
+    """Last arguments of the operators for queries at an offset: starts, cu_seqlens_q, tokens."""
+    if not inputs.offset:
+        return ()
+    q, tokens = inputs.q, inputs.tokens
+    if inputs.cu_seqlens_q is not None:
+        return inputs.q_start, inputs.cu_seqlens_q, tokens
+    starts = torch.full(q.shape[:1], inputs.q_start, dtype=torch.int32, device=q.device)
+    return starts, None, q.shape[0] * tokens
+
+
 def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     """(k_cmp, v_cmp) [B, C, HKV, *], packed ones end to end; None for one not requested."""
+    if inputs.compressed is not None:
+        return inputs.compressed
     k, v, phi = inputs.k.get("cmp"), inputs.v.get("cmp"), inputs.phi
     if k is None:
         return None, None
     if phi.kind == "mean" and phi.rotary is None:
         return _means(inputs)
     if inputs.cu_seqlens is not None:
-        parts = [_of_one_length(x) for x in inputs.sequences()]
+        parts = [_of_one_length(x) for x in inputs.sequences(idle=True)]
         k_cmp, v_cmp = zip(*parts, strict=True)
         return torch.cat(k_cmp, 1), None if v is None else torch.cat(v_cmp, 1)
     return _of_one_length(inputs)

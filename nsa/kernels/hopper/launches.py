@@ -78,11 +78,9 @@ def tile_for(
     keys: Axis,
     operands: Sequence[Tensor],
 ) -> Tile | None:
-    """Warp-specialized tile for "forward" of q, k and v, or "dq" or "dkdv" of these and do; None if
-    Triton's kernels should run.
+    """Warp-specialized tile for "forward" of q, k, v, or "dq" or "dkdv" of these and do, or None.
 
-    asked: the caller's choice; None leaves it to FASTER. span None: "selected", see
-    `selected_tile`.
+    asked: the caller's choice; None leaves it to FASTER. span None: see `selected_tile`.
 
     Raises ValueError if warp specialization is requested and not supported.
     """
@@ -123,7 +121,7 @@ def selected_tile(
     alone = plan.small.tokens_per_tile == 1 and sequences.tokens.length >= ONE_TOKEN[kernel]
     if asked is None and (few or (alone and "H200" in name_of(device))):
         return None
-    return tile_for(kernel, asked, None, sequences.tokens, sequences.tokens, operands)
+    return tile_for(kernel, asked, None, sequences.queries, sequences.tokens, operands)
 
 
 def scores_tile(asked: bool | None, sequences: Sequences, q: Tensor, k: Tensor) -> Tile | None:
@@ -137,7 +135,7 @@ def scores_tile(asked: bool | None, sequences: Sequences, q: Tensor, k: Tensor) 
                 f"four strides at most, and {config} has {sequences.selectable.length} blocks here"
             )
         return None
-    return tile_for("scores", asked, None, sequences.tokens, sequences.compressed, (q, k, k))
+    return tile_for("scores", asked, None, sequences.queries, sequences.compressed, (q, k, k))
 
 
 def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -> str | None:
@@ -149,6 +147,8 @@ def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -
         return f"they are for Hopper, sm_90, and this is sm_{chip}"
     if not triton.__version__.startswith(TESTED):
         return f"Triton {triton.__version__} was not tested, but {', '.join(TESTED)}"
+    if tokens.starts is not None:
+        return "they take no queries at an offset of the keys"
     if not q.shape[2] == v.shape[2] in WIDTHS:
         return f"D and DV are {q.shape[2]} and {v.shape[2]}, not both one of {WIDTHS}"
     if not descriptors_fit(tokens, keys, *operands):

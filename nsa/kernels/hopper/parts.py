@@ -26,7 +26,7 @@ def query_tile(number, place, HQ: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.con
     dense sequences; a tile has at least one step.
     """
     tokens, keys, tiles, _ = place
-    on_tokens, on_keys = (None, None, tokens), (None, keys)
+    on_tokens, on_keys = (None, None, tokens, None), (None, keys)
     head, at, _, first, seen, _ = of_span(
         number, on_tokens, on_keys, tiles, HQ, SPAN, 2 * ROWS, False
     )

@@ -99,8 +99,8 @@ REFUSED = [
     ({"q": of(1, 20, 0, 16), "gates": of(1, 20, 0, 3)}, "head and dimension"),
     ({"gates": of(1, 20, 4)}, r"gates must be .* \(1, 20, 4, 3\), got \(1, 20, 4\)"),
     ({"gates": of(1, 20, 2, 3)}, "gates must be"),
-    ({"k": of(1, 19, 2, 16)}, r"q has T=20 and k has T=19: query t stands at key t"),
-    ({"q": of(1, 1, 4, 16)}, "T=1 and k has T=20: .* no cache of keys, .* give all 20 and ke"),
+    ({"k": of(1, 19, 2, 16)}, r"q has T=20 and k has T=19: without q_start query t stands"),
+    ({"q": of(1, 1, 4, 16)}, "T=1 and k has T=20: without .*; q_start=19 makes .* nsa_decode"),
     ({"q": of(1, 4, 20, 16), "k": of(1, 2, 20, 16)}, r"\[B, H, T, D\] transpose\(1, 2\) makes"),
     ({"k": of(1, 20, 2, 8)}, r"k\['cmp'\] has shape \(1, 20, 2, 8\), wanted \(1, 20, 2, 16\)"),
     # what is no tensor

@@ -70,16 +70,33 @@ def bounds(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("q_start", [None, torch.tensor([1, 0, 6])])
+def test_fewer_queries_than_keys_are_the_newest_unless_told(q_start):
+    case = CASES[0]
+    _, options = given(case, backend="masked", return_lse=True)
+    chosen = [slice(4, 7), slice(7, 7), slice(20, 30)]  # of 7, 1 and 22 keys
+    if q_start is not None:
+        chosen = [slice(1, 4), slice(7, 7), slice(14, 24)]
+        options["q_start"] = q_start
+    whole = nsa_varlen_func(**options | {"q_start": torch.zeros(3).int()})
+    for name in ("q", "gates"):
+        options[name] = torch.cat([options[name][rows] for rows in chosen])
+    options |= {"cu_seqlens_q": bounds(0, 3, 3, 13), "max_seqlen_q": 10}
+    for part, all_rows in zip(nsa_varlen_func(**options), whole, strict=True):
+        want = torch.cat([all_rows[rows] for rows in chosen])
+        assert torch.allclose(part, want, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"causal": False}, "no query of NSA sees a later key; causal=True would do"),
-        ({"max_seqlen_k": 23}, "max_seqlen_q=22 and max_seqlen_k=23: query t of NSA stands at"),
         (
-            {"cu_seqlens_k": bounds(0, 8, 9, 30)},
-            r"cu_seqlens_k=\[0, 8, 9, 30\] differ: .*nsa_decode",
+            {"max_seqlen_k": 21},
+            "max_seqlen_q=22 and max_seqlen_k=21: a sequence has a key for each",
         ),
-        ({"cu_seqlens_k": bounds(0, 30)}, r"cu_seqlens_q=\[0, 7, 8, 30\] and .*\[0, 30\] differ"),
+        ({"cu_seqlens_k": bounds(0, 8, 9, 30)}, "sequence 2 has 21 keys .* needs a key for each"),
+        ({"cu_seqlens_k": bounds(0, 30)}, "cu_seqlens_q has 4 entries and cu_seqlens 2"),
         (
             {"cu_seqlens_k": [0, 30]},
             r"cu_seqlens_k is a list and must be a tensor \[N \+ 1\] int32",
@@ -89,6 +106,7 @@ def bounds(*values):
             r"q must be \[TOTAL, HQ, D\].* got shape \(1, 30, 4, 16\)",
         ),
         ({"v": torch.ones(31, 2, 16)}, "q has T=30 and v has T=31"),
+        ({"k": torch.ones(31, 2, 16)}, "q has T=30 and k has T=31"),
         ({"gates": None}, r"gates is a NoneType and must be a tensor \[TOTAL, HQ, 3\]"),
     ],
 )

@@ -16,6 +16,7 @@ SPILLED = 320  # bytes a thread, as for addresses that are set up before a loop
 CORNERS = (
     MAIN,
     (90, "main", "packed-sinks"),
+    (90, "main", "offset"),
     (80, "fp32", "dense"),
     (80, "wide", "dense"),
 )
@@ -30,6 +31,8 @@ TARGETS = [
     for of in [
         ("main", "packed-sinks"),
         ("main", "sinks"),
+        ("main", "offset"),
+        ("main", "packed-offset"),
         *((x, "dense") for x in ("main", "narrow", "fp32", "wide")),
     ]
 ]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from nsa.attention.api import nsa_attention
-from nsa.kernels import ops
+from nsa.kernels import ops, side_stream
 from nsa.kernels.compress import compress_mean
 from nsa.kernels.registration import sizes_of
 from nsa.reference.nsa import BRANCHES
@@ -197,7 +197,7 @@ def test_head_dims_that_are_padded():
 @pytest.mark.parametrize("case", [CASE, PACKED, replace(CASE, tokens=700, batch=2)], ids=str)
 def test_a_second_stream_changes_no_bit(case, monkeypatch):
     def with_two_from(enough):
-        monkeypatch.setattr(ops, "ENOUGH", enough)
+        monkeypatch.setattr(side_stream, "ENOUGH", enough)
         return results(case, lambda x: attend(x, "triton"))
 
     want = with_two_from(2**62)

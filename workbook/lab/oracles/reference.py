@@ -40,7 +40,9 @@ def check_call(
         ValueError: a call too large to recompute; Declined by the backend that was named.
     """
     inputs = checked(q, k, v, gates, config, **options)
-    batch, tokens, heads = q.shape[:3]
+    batch, tokens, heads = q.shape[0], inputs.tokens, q.shape[2]
+    if inputs.cu_seqlens_q is not None:
+        raise ValueError("packed queries with bounds of their own: check each sequence by itself")
     if batch * heads * tokens**2 > MOST:
         most = int((MOST / (batch * heads)) ** 0.5)
         raise ValueError(
@@ -65,7 +67,7 @@ def check_call(
         stick, truth = (r.o if name == "sum" else r.branches[name] for r in (plain, exact))
         hold(_place(name, chosen), o, stick, truth, dtype=q.dtype)
     if "slc" in own and inputs.blocks is None and exact.importance is not None:
-        sure = _no_near_tie(exact.importance, config, q.dtype)  # [B, T, HKV]
+        sure = _no_near_tie(exact.importance, config, q.dtype, inputs.q_start)  # [B, T, HKV]
         sure = sure.repeat_interleave(inputs.group, 2)[..., None]
         o, truth = own["slc"], exact.branches["slc"]
         o, stick = (torch.where(sure, x.double(), truth) for x in (o, plain.branches["slc"]))
@@ -127,7 +129,7 @@ def _reference(inputs: Inputs) -> Result:
 
 
 def _given(inputs: Inputs) -> dict[str, Any]:
-    derived = ("bounds", "return_lse")
+    derived = ("places", "return_lse")
     return {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name not in derived}
 
 
@@ -146,16 +148,17 @@ def _check_causal(call, inputs: Inputs, before: dict[str, Tensor], backend) -> N
 
 
 def _futures(inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
-    """(first changed position, inputs) with other keys, values and queries at and after it."""
+    """(first changed row, inputs) with other keys, values and queries at and after it."""
     tokens = inputs.q.shape[1]
     for cut in sorted({tokens // 4, tokens // 2, 3 * tokens // 4, tokens - 1} - {0}):
 
-        def changed(x: Tensor, cut: int = cut) -> Tensor:
+        def changed(x: Tensor, cut: int) -> Tensor:
             return torch.cat([x[:, :cut], -2 * x[:, cut:]], dim=1)
 
-        sides = ({b: changed(x) for b, x in side.items()} for side in (inputs.k, inputs.v))
+        at = inputs.q_start + cut
+        sides = ({b: changed(x, at) for b, x in side.items()} for side in (inputs.k, inputs.v))
         k, v = sides
-        yield cut, replace(inputs, q=changed(inputs.q), k=k, v=v)
+        yield cut, replace(inputs, q=changed(inputs.q, cut), k=k, v=v)
 
 
 def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -168,17 +171,21 @@ def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     phi = Phi(inputs.phi.kind, weights(inputs.phi.key), weights(inputs.phi.value),
               inputs.phi.rotary and tuple(x.to(dtype) for x in inputs.phi.rotary))  # fmt: skip
     k, v = ({b: x.to(dtype) for b, x in side.items()} for side in (inputs.k, inputs.v))
-    return replace(inputs, q=inputs.q.to(dtype), k=k, v=v, gates=inputs.gates.to(dtype), phi=phi)
+    cast = {"q": inputs.q.to(dtype), "k": k, "v": v, "gates": inputs.gates.to(dtype), "phi": phi}
+    if inputs.compressed is not None:
+        cast["compressed"] = tuple(x if x is None else x.to(dtype) for x in inputs.compressed)
+    return replace(inputs, **cast)
 
 
-def _no_near_tie(importance: Tensor, config: NSAConfig, dtype: torch.dtype) -> Tensor:
+def _no_near_tie(importance: Tensor, config: NSAConfig, dtype: torch.dtype, start: int) -> Tensor:
     """Mask [B, T, HKV]: True if the last selected block leads the first one left out by more than
     rounding can change; importance [B, T, HKV, NB] in fp64."""
     tokens, blocks = importance.shape[1], importance.shape[3]
     if blocks <= config.select_count:
         return importance.new_ones(importance.shape[:3], dtype=torch.bool)
     j = torch.arange(blocks, device=importance.device)
-    own = torch.arange(tokens, device=importance.device)[:, None, None] // config.select_block
+    position = start + torch.arange(tokens, device=importance.device)
+    own = position[:, None, None] // config.select_block
     forced = (j < config.select_initial) | (j > own - config.select_local)
     ranked = importance.masked_fill(forced, torch.inf).masked_fill(j > own, -torch.inf)
     ranked = ranked.sort(-1, descending=True).values
