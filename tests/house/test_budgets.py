@@ -16,17 +16,18 @@ LINES = {
     "nsa/reference": (586, 550),
     "nsa/kernels": (7747, 6550),
     "nsa/attention": (4335, 3000),
-    "nsa/model": (4261, 3600),
+    "nsa/parallel": (626, 620),
+    "nsa/model": (4430, 3600),
     "nsa/hf": (1227, 1230),
     "nsa/recipes": (328, 330),
-    "nsa": (18830, 15500),
+    "nsa": (19620, 15500),
     "workbook/lab": (12769, 6500),
     "workbook/runs": (6542, 4700),
     "workbook/rooms": (19532, 9500),
     "workbook/cli": (1847, 1150),
     "workbook": (40700, 25000),
     "whyhung": (12475, 8500),
-    "tests": (62410, 34000),
+    "tests": (63300, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
