@@ -20,7 +20,8 @@ def add(commands) -> None:
     made = command(commands, estimate, "--runs", "--json")
     text = (
         "preset, tokens, batch, layers, backend, precision, checkpoint, attention, compile, "
-        "cuda_graph, ranks, parallel, device, or a field of the model's config, as nsa.window=64"
+        "cuda_graph, ranks, parallel, cp, device, or a field of the model's config, as "
+        "nsa.window=64"
     )
     made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=text)
     text = "of device=cuda: its name or a part of it; default: %(default)s"
@@ -119,5 +120,6 @@ def _like(run: str, runs: str) -> dict[str, Any]:
     found = {n: changed.pop(n) for n in ("layers", "backend", "checkpoint") if n in changed}
     found |= {n: train[n] for n in ("batch", "tokens", "precision", "compile", "cuda_graph")}
     found |= {"preset": model["name"], "ranks": job["ranks"], "parallel": job["kind"]}
+    found |= {"cp": job["cp"]} if job.get("cp", 1) > 1 else {}
     device = {"device": job["device"]} if job["device"] != "auto" else {}
     return found | device | {"changes": changed}

@@ -45,6 +45,7 @@ class TrainingSpec:
     cuda_graph: bool = False
     ranks: int = 1
     parallel: str = "none"  # how ranks train together
+    cp: int = 1  # ranks that share each sequence
     device: str = "cpu"
     data: str = "text"  # the standard library's sources, or seeded tokens
     seed: int = 1337  # draws the weights
@@ -53,14 +54,14 @@ class TrainingSpec:
     def __post_init__(self) -> None:
         from nsa.model.parallel import Parallel
 
-        check_whole(self, {"tokens": 1, "batch": 1, "ranks": 1, "seed": 0})
+        check_whole(self, {"tokens": 1, "batch": 1, "ranks": 1, "cp": 1, "seed": 0})
         check_switch(self, "compile")
         check_switch(self, "cuda_graph")
         for name, known in CHOICES.items():
             choice(name, getattr(self, name), known)
         if self.ranks > 1 and self.parallel == "none":
             raise ValueError(f"ranks={self.ranks} need parallel='ddp' or 'fsdp'")
-        Parallel("ddp", ranks=self.ranks).rows(self.batch)
+        Parallel("ddp", ranks=self.ranks, cp=self.cp).rows(self.batch)
         if not isinstance(self.changes, dict):
             raise ValueError(f"changes={self.changes!r} must be a mapping of ModelConfig fields")
         if twice := sorted(OWN & set(self.changes)):
@@ -70,7 +71,14 @@ class TrainingSpec:
             raise ValueError(f"tokens={self.tokens} is more than max_tokens={config.max_tokens}")
         if self.data == "text" and config.vocab < 256:
             raise ValueError(f"data='text' has 256 byte values, vocab={config.vocab} is too few")
-        self.training()
+        train = self.training()
+        if self.cp > 1:
+            from nsa.model.llama import check_shareable
+            from nsa.model.train import check_shared
+            from nsa.parallel.mesh import ContextParallel
+
+            check_shared(train, self.cp, config.nsa.select_block)
+            check_shareable(config, ContextParallel(ranks=self.cp))
 
     def config(self) -> "ModelConfig":
         """The model's config. ValueError for an invalid preset, layers, backend or changes."""
@@ -114,6 +122,7 @@ class TrainingSpec:
         extra = [switch for switch in switches if getattr(self, switch)]
         extra += [f"checkpoint {self.checkpoint}"] * bool(self.checkpoint)
         extra += [f"{self.ranks} ranks {self.parallel}"] * (self.parallel != "none")
+        extra += [f"cp {self.cp}"] * (self.cp > 1)
         extra += [f"{key}={value}" for key, value in self.changes.items()]
         return " ".join([f"{self.preset}{layers} {name} {size}", *extra])
 
@@ -141,7 +150,8 @@ def open_trainer(
         torch.set_num_threads(threads)
     model, train = spec.config(), spec.training(**changes)
     seed = spec.seed if data_seed is None else data_seed
-    place = parallel.start(spec.parallel, backend=None if spec.device == "cuda" else "gloo")
+    backend = None if spec.device == "cuda" else "gloo"
+    place = parallel.start(spec.parallel, backend=backend, cp=spec.cp)
     if place.kind == "none" or spec.device == "cpu":
         place = replace(place, device=spec.device)
     with trainer_at(place, model, train, spec.data, seed, prefetch=prefetch) as trainer:
