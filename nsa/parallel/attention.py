@@ -14,6 +14,7 @@ from nsa.config import NSAConfig
 from nsa.parallel.collectives import Gathering, all_to_all
 from nsa.parallel.layout import Layout
 from nsa.parallel.mesh import ContextParallel
+from nsa.parallel.pooling import can_pool, pooled
 from nsa.reference.compress import Phi, PhiWeights
 from nsa.reference.nsa import BRANCHES
 
@@ -184,48 +185,64 @@ def _gather(
 ) -> Tensor:
     """Own queries against gathered keys and values, a few KV heads at a time."""
     step = context.heads_at_once or inputs.kv_heads
-    slices = [slice(h, h + step) for h in range(0, inputs.kv_heads, step)]
+    parts = [slice(h, h + step) for h in range(0, inputs.kv_heads, step)]
     outputs, ahead = [], None
-    for index, rows in enumerate(slices):
-        mine, gathering = ahead or _started(_heads(inputs, rows), layout, context)
+    for index, rows in enumerate(parts):
+        sent = ahead or _Sent(_heads(inputs, rows), layout, context, bounds)
         # Sent before these heads are computed, and in the backward received after them.
-        following = slices[index + 1 : index + 2]
-        ahead = _started(_heads(inputs, following[0]), layout, context) if following else None
-        outputs.append(_own_chunks(mine, gathering, layout, context, options, bounds))
+        following = parts[index + 1 : index + 2]
+        ahead = _Sent(_heads(inputs, *following), layout, context, bounds) if following else None
+        outputs.append(sent.own_chunks(options))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _started(inputs: Inputs, layout: Layout, context: ContextParallel) -> tuple[Inputs, Gathering]:
-    held = {id(x): x for x in (*inputs.k.values(), *inputs.v.values())}
-    return inputs, Gathering(list(held.values()), layout, context)
+class _Sent:
+    """Inputs of some KV heads, whose keys and values are on their way to all ranks."""
 
+    def __init__(
+        self, inputs: Inputs, layout: Layout, context: ContextParallel, bounds: tuple[int, ...]
+    ) -> None:
+        self.layout, self.chunks, self.bounds = layout, layout.chunks(context.rank), bounds
+        self.compressed = None
+        if can_pool(inputs, layout, bounds):
+            self.compressed = pooled(inputs, layout, context)
+            k, v = ({b: x for b, x in s.items() if b != "cmp"} for s in (inputs.k, inputs.v))
+            inputs = replace(inputs, k=k, v=v)
+        self.inputs = inputs
+        held = {id(x): x for x in (*inputs.k.values(), *inputs.v.values())}
+        self.keys, self.gathering = list(held), Gathering(list(held.values()), layout, context)
 
-def _own_chunks(
-    inputs: Inputs,
-    gathering: Gathering,
-    layout: Layout,
-    context: ContextParallel,
-    options: Mapping[str, Any],
-    bounds: tuple[int, ...],
-) -> Tensor:
-    """o of this rank's two chunks, each against the keys up to its end."""
-    keys = list(dict.fromkeys(id(x) for x in (*inputs.k.values(), *inputs.v.values())))
-    outputs = []
-    pairs = zip(layout.chunks(context.rank), gathering.wait(), strict=True)
-    for number, (chunk, gathered) in enumerate(pairs):
+    def own_chunks(self, options: Mapping[str, Any]) -> Tensor:
+        """o of this rank's two chunks, each against the keys up to its end."""
+        compressed = ([], []) if self.compressed is None else self.compressed.wait()
+        pairs = zip(self.chunks, self.gathering.wait(), compressed, strict=True)
+        outputs = [self._chunk(number, *pair, options) for number, pair in enumerate(pairs)]
+        return torch.cat(outputs, dim=1)
+
+    def _chunk(
+        self,
+        number: int,
+        chunk: slice,
+        gathered: list[Tensor],
+        compressed: list[Tensor],
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        inputs, bounds = self.inputs, self.bounds
         # Keys of sequences that ended before the chunk are seen by none of its queries.
         start = max(bound for bound in bounds if bound <= chunk.start)
         ends = [min(bound, chunk.stop) - start for bound in bounds if bound > start]
         ends = list(dict.fromkeys(ends))  # those behind the chunk all end with it
-        seen = {key: x[:, start:] for key, x in zip(keys, gathered, strict=True)}
-        own = slice(number * layout.chunk, (number + 1) * layout.chunk)
+        seen = {key: x[:, start:] for key, x in zip(self.keys, gathered, strict=True)}
+        own = slice(number * self.layout.chunk, (number + 1) * self.layout.chunk)
         cut = {"q": inputs.q[:, own], "gates": inputs.gates[:, own]}
         cut |= {"k": {b: seen[id(x)] for b, x in inputs.k.items()}}
         cut |= {"v": {b: seen[id(x)] for b, x in inputs.v.items()}}
         cut |= {"blocks": None if inputs.blocks is None else inputs.blocks[:, own]}
-        packed = None
+        more: dict[str, Any] = {"q_start": chunk.start - start}
         if len(ends) > 1:
-            packed = torch.tensor([0, *ends], dtype=torch.int32, device=inputs.q.device)
-        more = {"cu_seqlens": packed, "q_start": chunk.start - start}
-        outputs.append(_attend(replace(inputs, **cut), options, **more))
-    return torch.cat(outputs, dim=1)
+            device = inputs.q.device
+            more["cu_seqlens"] = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+        if compressed:
+            keys, *values = compressed
+            more["compressed"] = keys, values[0] if values else None
+        return _attend(replace(inputs, **cut), options, **more)

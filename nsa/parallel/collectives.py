@@ -44,20 +44,28 @@ def _exchanged(x: Tensor, context: ContextParallel, doing: str) -> Tensor:
 
 
 class Gathering:
-    """Keys and values of all tokens, from those of this rank: sent now, received by `wait`.
+    """Rows of all ranks, from those of this one: sent now, received by `wait`.
 
-    xs are [B, TL, H, *] each, of one dtype. `wait` returns two lists: each x up to the end of this
-    rank's head chunk, and up to the end of its tail chunk, which is all that their queries see.
+    xs are [B, TL, H, *] each, of one dtype, in chunks of `layout`. `wait` returns two lists: the
+    first ends[0] rows of each x in the order of the sequence, and the first ends[1]. By default
+    those up to the end of this rank's head chunk and up to that of its tail chunk, which is all
+    that their queries see.
 
     The backward mirrors it: what `wait` did sends the gradients off, and the start receives them,
     so that other gradients are computed in between. Each rank's part is added in fp32 (fp64 for
     fp64) in the order of ranks, so the sum does not depend on timing.
     """
 
-    def __init__(self, xs: Sequence[Tensor], layout: Layout, context: ContextParallel) -> None:
+    def __init__(
+        self,
+        xs: Sequence[Tensor],
+        layout: Layout,
+        context: ContextParallel,
+        ends: tuple[int, int] | None = None,
+    ) -> None:
         self.context, self.layout = context, layout
         self.widths, self.dtype = [x.shape[-1] for x in xs], xs[0].dtype
-        self.ends = [rows.stop for rows in layout.chunks(context.rank)]
+        self.ends = ends or tuple(rows.stop for rows in layout.chunks(context.rank))
         self._work = self._kept = None
         self._received = self._sum = None
         self._token = _Start.apply(self, *xs)

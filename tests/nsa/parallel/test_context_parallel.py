@@ -1,8 +1,12 @@
 """A sequence on several ranks has the output and gradients of one process; bad input ends it."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from processes import run_ranks
+from places import SUPPORT
+from processes import environment_with_package, run_ranks
 
 
 def ranks_said(count, folder, *arguments, left=None):
@@ -15,6 +19,8 @@ def check_equal(ranks):
     for found in ranks:
         for case, distances in found.items():
             assert "o" in distances and max(distances.values()) <= 1e-12, (case, distances)
+        for how in ("ulysses", "pooled", "gathered"):
+            assert any(how in case for case in found), f"no case by {how}"
 
 
 @pytest.mark.processes
@@ -68,3 +74,17 @@ def test_a_rank_that_ends_in_the_middle_is_an_error_on_the_others(tmp_path):
     (said,) = ranks_said(2, tmp_path, "dies", left=1)
     assert said.startswith("RuntimeError: context parallelism: rank 0 of 2 failed while ")
     assert "another of ranks [0, 1] has ended" in said
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_with_the_exchange_that_waits_for_it(tmp_path):
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [*ranks, str(SUPPORT / "cp_entries.py"), str(tmp_path), "hangs"]
+    watch = [sys.executable, "-m", "whyhung", "watch", "--folder", str(tmp_path / "seen")]
+    ends = ["--on-stall", "kill", "--on-hang", "kill", "--limit", "240s"]
+    options = {"env": environment_with_package(), "capture_output": True, "text": True}
+    ended = subprocess.run([*watch, *ends, "--", *program], timeout=300, **options)
+    (said,) = [line for line in ended.stderr.splitlines() if "waits in" in line]
+    assert "rank 0 waits in all_gather" in said and "collectives.py" in said
+    assert "for rank 1, which is in cp_entries.py" in said and "wait_for_an_answer" in said
