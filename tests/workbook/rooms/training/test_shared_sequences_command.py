@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import environment_with_package
 
 from workbook.cli import main as cli
 from workbook.lab.estimate.estimate import estimate
@@ -45,11 +46,13 @@ def test_bad_input_is_one_clear_line_and_makes_no_run(place, capsys, words, mess
 
 
 @pytest.mark.processes
+@pytest.mark.real_starts
 @pytest.mark.slow
 def test_ranks_that_share_sequences_train_as_one_process_which_resumes_them(place):
     words = ["--ranks", "2", "--parallel", "fsdp", *CP, "--steps", "2", "--into", "two"]
     command = [sys.executable, "-m", "nsa", *TINY, *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    options = {"env": environment_with_package(), "capture_output": True, "text": True}
+    ended = subprocess.run(command, timeout=280, **options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert json.loads((place / "two" / "job.json").read_text())["cp"] == 2
     assert cli.main([*TINY, "--steps", "3", "--into", "one"]) == 0
