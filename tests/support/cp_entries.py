@@ -34,8 +34,13 @@ def mesh_of(cp: int):
 
 
 def drawn_case(seed: int, ranks: int) -> Case:
-    """A case whose tokens `ranks` ranks can share; at least one KV head for each in every third."""
+    """A case whose tokens `ranks` ranks can share; at least one KV head for each in every third.
+    Every fourth, of two ranks, has compressed keys that are rotated and made by one rank each."""
     of = random.Random(seed)
+    if seed % 4 == 1:
+        sizes = {"kv_heads": 2, "dim": 8, "value_dim": 4, "phi": of.choice(["mean", "mlp"])}
+        tokens = 2 * ranks * of.choice([4, 6, 8])
+        return Case(tokens, config=TINY, compress_rope=True, shared=of.random() < 0.5, **sizes)
     tokens = 2 * ranks * of.choice([1, 2, 3, 4, 5, 8, 12, 13])
     kv_heads = ranks if seed % 3 == 0 else of.choice([1, 2, 3])
     packed, left = [], tokens
