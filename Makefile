@@ -68,15 +68,14 @@ run: $(READY)
 site: $(READY)
 	@$(BIN)/nsa site
 
-# Both parts run whatever the other says, and the end names what failed. Tests wait for processes and
-# notebooks for their kernels, so three share two cores; whoever is done takes over what is left of
-# another's, or the longest file would be run last and alone. A test that met a busy machine passes
+# Both parts run whatever the other says, and the end names what failed. A notebook waits for its
+# kernel, and that for its children, so three share two cores. A test that met a busy machine passes
 # when it runs by itself, and is named; one that fails twice is red.
 define checked
 @echo "make $@: $(1) on two idle cores; on a busy machine longer, and no less green"
 @left_out=$$($(BIN)/python tests/support/green.py) || exit; \
 begin=$$(date +%s); failed=""; again=""; \
-$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "$(2)$$left_out" || { \
+$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(2)$$left_out" || { \
 echo "make $@: what failed runs once more, by itself"; \
 $(BIN)/python -m pytest -v --lf --lfnf=none --maxfail=3 -m "$(2)$$left_out" \
 	&& again=" (failed once, passed by itself: the tests above)" || failed=" pytest"; }; \
@@ -97,7 +96,7 @@ test-all: $(READY)
 	$(call checked,$(TEST_ALL_TAKES),not long,$(NOTEBOOKS))
 
 test-long: $(READY)
-	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m long
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long
 
 # What stays out of `make` and CI: several hundred MB of other projects, and their tests.
 test-clients: $(READY)

@@ -25,10 +25,10 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from nsa.model.parallel import Parallel
+from nsa.parallel.layout import IGNORED
 
 MAX_BYTES = 64 * 2**20
 EVALUATION = 2**40  # first evaluation batch, beyond any training
-IGNORED = -100  # a target that is not scored, as in cross_entropy
 _NOT_TEXT = {"__pycache__", "site-packages", "dist-packages"}
 _POLL_S = 0.1
 
@@ -215,18 +215,25 @@ class Share:
 
 
 def share_of(
-    tokens: Tensor, targets: Tensor, parallel: Parallel, accumulate: int, rows: slice
+    tokens: Tensor,
+    targets: Tensor,
+    parallel: Parallel,
+    accumulate: int,
+    rows: slice,
+    multiple: int = 1,
 ) -> Share:
-    """One rank's share of the global batch, which every rank has drawn.
+    """One rank's share of the global batch, which every rank has drawn; `multiple` is of the
+    chunks of a sequence on several ranks.
 
     A micro-batch's weight is its fraction of the batch's scored targets, times the ranks over which
     gradients are averaged: all micro-batches together give the mean over scored targets.
     """
-    weights = None
+    weights, scored = None, (targets != IGNORED).sum()
+    tokens, targets = parallel.shard(tokens[rows], targets[rows], multiple)
     if parallel.ranks * accumulate > 1:
-        scored = (targets != IGNORED).reshape(parallel.ranks, accumulate, -1).sum(-1)
-        weights = (scored[parallel.rank].double() * parallel.ranks / scored.sum()).float()
-    return Share(tokens[rows], targets[rows], weights, accumulate)
+        mine = (targets != IGNORED).reshape(accumulate, -1).sum(-1)
+        weights = (mine.double() * parallel.ranks / scored).float()
+    return Share(tokens, targets, weights, accumulate)
 
 
 def spread_ms(seconds: Sequence[float]) -> dict[str, float]:

@@ -13,8 +13,8 @@ from nsa.attention.backends.sdpa import KERNELS, scaled_dot_product_attention
 from nsa.attention.placing import sequence_bounds
 from nsa.attention.registry import Declined
 from nsa.model.config import ModelConfig
-from nsa.model.layer import Projections, draw
 from nsa.model.names import rename_on_load
+from nsa.model.projections import Projections, draw
 from nsa.model.rotary import Rotary, rotary_for
 from nsa.spelling import nearest
 

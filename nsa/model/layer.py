@@ -1,14 +1,11 @@
 """NSA as a layer: projections per branch, rotary, phi, gates and attention."""
 
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
-from math import sqrt
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nsa.attention import registry
 from nsa.attention.api import nsa_attention
@@ -19,60 +16,14 @@ from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig, check_int
 from nsa.model.names import rename_on_load
 from nsa.model.phi import LEARNED_PHI
+from nsa.model.projections import Projections, draw, is_plain
 from nsa.model.rotary import Rotary, rotary_after, rotary_for
+from nsa.parallel.attention import context_parallel_attention
+from nsa.parallel.mesh import ContextParallel
 from nsa.reference.compress import Phi
 from nsa.reference.gate import sigmoid_gates, softmax_gates
 from nsa.reference.nsa import BRANCHES
 from nsa.spelling import nearest
-
-
-def draw(
-    inner: Iterable[nn.Linear], out: nn.Linear, layers: int, generator: torch.Generator | None
-) -> None:
-    """Draw `inner` with standard deviation 0.02, `out` with 0.02 / sqrt(2 layers), as in GPT-2."""
-    for linear in inner:
-        nn.init.normal_(linear.weight, std=0.02, generator=generator)
-    nn.init.normal_(out.weight, std=0.02 / sqrt(2 * layers), generator=generator)
-
-
-class Projections:
-    """Outputs of linear layers for one input x [B, T, E], by the layers' names.
-
-    Each is computed on access, so that nothing is held before it is used. Under torch.compile,
-    those of `together`, by default all, are one product with concatenated weights: wide products
-    use a GPU better, and x's gradient is not accumulated part by part. In that case a weight that
-    no loss reaches has a gradient of zeros, not None, if a loss reaches another. Layers with a
-    bias, hooks or their own forward, or of another class, are computed separately.
-    """
-
-    def __init__(
-        self,
-        x: Float[Tensor, "B T E"],
-        linears: Mapping[str, nn.Module],
-        together: Collection[str] | None = None,
-    ) -> None:
-        self._x, self._linears, self._made = x, linears, {}
-        together = linears if together is None else together
-        if torch.compiler.is_compiling() and all(_is_plain(linears[name]) for name in together):
-            weights = [linears[name].weight for name in together]
-            product = F.linear(x, torch.cat(weights))
-            parts = product.split([weight.shape[0] for weight in weights], dim=-1)
-            self._made = dict(zip(together, parts, strict=True))
-
-    def __getitem__(self, name: str) -> Float[Tensor, "B T F"]:
-        return self._made[name] if name in self._made else self._linears[name](self._x)
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """True if the layer is a plain nn.Linear without bias, hooks or its own forward."""
-    return (
-        type(layer) is nn.Linear
-        and layer.bias is None
-        and "forward" not in layer.__dict__
-        and not (layer._forward_pre_hooks or layer._forward_hooks)
-        and not (layer._backward_pre_hooks or layer._backward_hooks)
-    )
-
 
 # Fields of ModelConfig that a layer uses besides its sizes; `layers` scales the first o_proj.
 OPTIONS = (
@@ -157,6 +108,7 @@ class NSAAttention(nn.Module):
             config = dim
         registry.check_name(config.backend)
         self.config = config
+        self.context: ContextParallel | None = None
         dim, heads, kv_heads = config.dim, config.heads, config.kv_heads
         self.q_proj = nn.Linear(dim, heads * config.head_dim, bias=False)
         if config.shared_kv:
@@ -226,7 +178,8 @@ class NSAAttention(nn.Module):
         advance: bool = True,
     ) -> Float[Tensor, "B T E"]:
         """Attention over B sequences of T tokens, or over packed ones (B = 1) with `cu_seqlens`.
-        `rotary` has tables shared by all layers; by default they are computed here.
+        `rotary` has tables shared by all layers; by default they are computed here. With `context`
+        set, x has this rank's rows of sequences on several ranks, and `cu_seqlens` are of all.
 
         With a `cache`, x holds the next T tokens of each sequence in it, the first counts[b] of
         them real, and they are appended; no gradient flows. More than `slack` tokens into an empty
@@ -249,7 +202,11 @@ class NSAAttention(nn.Module):
             o = self._from_cache(x, rotary, cache, counts, decode, advance)
         else:
             arguments = self.arguments(x, rotary, cu_seqlens)
-            o = nsa_attention(**arguments, backend=self.config.backend, strict=self.config.strict)
+            arguments |= {"backend": self.config.backend, "strict": self.config.strict}
+            if self.context is None:
+                o = nsa_attention(**arguments)
+            else:
+                o = context_parallel_attention(**arguments, context=self.context)
         return self.o_proj(o.flatten(2))
 
     def _from_cache(
@@ -263,6 +220,8 @@ class NSAAttention(nn.Module):
     ) -> Tensor:
         """o [B, T, HQ, DV] of the next T tokens."""
         config, shape = self.config, cache.shape
+        if self.context is not None:
+            raise ValueError("a cache keeps whole sequences, and this layer's are on several ranks")
         branches = (config.force_branch,) if config.force_branch else BRANCHES
         if shape.branches != branches:
             raise ValueError(f"the cache keeps {shape.branches} and the layer computes {branches}")
@@ -295,7 +254,7 @@ class NSAAttention(nn.Module):
         if x.ndim != 3 or x.shape[2] != config.dim:
             raise ValueError(f"x must be [B, T, {config.dim}], got shape {tuple(x.shape)}")
         self._check_dtype(x)
-        rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
+        rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens, self.context)
         branches = (config.force_branch,) if config.force_branch else BRANCHES
         projections = self.projections(x, branches)
         q, k = self.queries_and_keys(projections, rotary, branches)
@@ -310,7 +269,7 @@ class NSAAttention(nn.Module):
     def _check_dtype(self, x: Tensor) -> None:
         """Raise ValueError if x and the weights differ in dtype and nothing casts either of them. A
         replacement of a linear layer may compute in any dtype."""
-        if not _is_plain(self.q_proj) or type(self.q_proj.weight) is not nn.Parameter:
+        if not is_plain(self.q_proj) or type(self.q_proj.weight) is not nn.Parameter:
             return
         held = self.q_proj.weight.dtype
         if x.dtype != held and held.is_floating_point and autocast_dtype(x.device) is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import sqrt
@@ -17,9 +18,12 @@ from nsa.attention.transforms import autocast_dtype
 from nsa.attention.witness import where
 from nsa.model.config import ModelConfig, check_config, layer_range
 from nsa.model.dense_attention import DenseAttention
-from nsa.model.layer import NSAAttention, draw
+from nsa.model.layer import NSAAttention
 from nsa.model.names import rename_on_load
+from nsa.model.projections import draw
 from nsa.model.rotary import Rotary, rotary_for
+from nsa.parallel.layout import IGNORED
+from nsa.parallel.mesh import ContextParallel
 
 if TYPE_CHECKING:
     from nsa.model.cache import NSACache
@@ -85,6 +89,7 @@ class Decoder(nn.Module):
     """
 
     sizes: ModelConfig
+    context: ContextParallel | None = None
 
     def build(self, config: ModelConfig) -> None:
         """Create the modules; weights come from torch's global generator."""
@@ -117,8 +122,10 @@ class Decoder(nn.Module):
         With `cu_seqlens` (B = 1) the sequences are independent. `seen` is filled with the
         embeddings and every block's output. Raises ValueError as LanguageModel does.
         """
-        self.check(tokens, packed=cu_seqlens is not None)
-        rotary = rotary_for(self.sizes, tokens.shape[1], tokens.device, cu_seqlens)
+        self._check_on_all_ranks(tokens, cu_seqlens)
+        rotary = rotary_for(
+            self.sizes, tokens.shape[1], tokens.device, cu_seqlens, context=self.context
+        )
         return self.run_blocks(self.embedded(tokens), rotary, cu_seqlens, seen=seen)
 
     @torch.no_grad()
@@ -166,6 +173,35 @@ class Decoder(nn.Module):
         cache.advance(tokens.shape[1], counts)
         return x
 
+    def share_sequences(self, context: ContextParallel | None) -> None:
+        """Have each sequence on the ranks of `context`; None: whole sequences again.
+
+        Inputs are then this rank's rows, as `shard_sequence` cuts them, and `cu_seqlens` those of
+        whole sequences. Call it before the model is wrapped for DDP or FSDP2. Raises ValueError
+        for dense attention, and KV heads that "ulysses" cannot split.
+        """
+        if context is not None:
+            check_shareable(self.sizes, context)
+        self.context = context
+        for block in self.blocks:  # which need not compare what the model has compared
+            within = None if context is None else replace(context, check=False)
+            block.attention.context = within
+
+    def _check_on_all_ranks(self, tokens: Tensor, cu_seqlens: Tensor | None) -> None:
+        """`check`, which on the ranks of `context` fails on all if on one."""
+        error, sizes = None, {"tokens": f"{list(tokens.shape)} {tokens.dtype}"}
+        try:
+            self.check(tokens, packed=cu_seqlens is not None)
+            if self.context is not None:
+                self.context.layout(tokens.shape[1])
+                sizes["cu_seqlens"] = None if cu_seqlens is None else cu_seqlens.tolist()
+        except ValueError as refused:
+            if self.context is None:
+                raise
+            error = refused
+        if self.context is not None:
+            self.context.agree(sizes, error)
+
     def recompute(self, layers: str) -> range:
         """Recompute these blocks in the backward: less memory for one more forward of each.
 
@@ -207,9 +243,10 @@ class Decoder(nn.Module):
                 f"with at least one token, or their embeddings [B, T, {self.sizes.dim}]"
             )
         limit = self.sizes.max_tokens
-        if limit is not None and not packed and tokens.shape[1] > limit:
+        count = tokens.shape[1] * (1 if self.context is None else self.context.ranks)
+        if limit is not None and not packed and count > limit:
             raise ValueError(
-                f"{tokens.shape[1]} tokens are more than max_tokens={limit}; cut the input or "
+                f"{count} tokens are more than max_tokens={limit}; cut the input or "
                 "raise max_tokens"
             )
 
@@ -249,6 +286,8 @@ class LanguageModel(Decoder):
         """(logits, mean cross entropy in nats, fp32); the loss is None without targets.
 
         `targets` are the next tokens. With `cu_seqlens` (B = 1) the sequences are independent.
+        After `share_sequences` all are this rank's rows, and the loss is their mean, 0 if none is
+        scored; weighed by each rank's share of the scored targets the losses add up to the whole.
         With a `cache`, tokens are the next ones of the sequences in it, of which counts[b] are
         real (all by default), and are appended; no gradient flows.
 
@@ -268,8 +307,15 @@ class LanguageModel(Decoder):
         if targets is None:
             return logits, None
         with naming_strangers(self.config.vocab, "targets", targets):
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            loss = self._loss(logits.float().flatten(0, 1), targets.flatten())
         return logits, loss
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.context is None:
+            return F.cross_entropy(logits, targets)
+        # The scored targets of a sequence may all lie on other ranks, and a mean of none is NaN.
+        total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        return total / (targets != IGNORED).sum().clamp(min=1)
 
     def logits(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
         """Logits of the next tokens for the last block's output."""
@@ -282,6 +328,16 @@ class LanguageModel(Decoder):
                 f"targets are {list(targets.shape)} {targets.dtype}, tokens {list(tokens.shape)} "
                 f"{tokens.dtype}; both must be alike"
             )
+
+
+def check_shareable(config: ModelConfig, context: ContextParallel) -> None:
+    """Raise ValueError for dense attention, and for KV heads that the method cannot split."""
+    if config.attention != "nsa":
+        raise ValueError(
+            f"attention={config.attention!r} does not share sequences among ranks; "
+            "attention='nsa' does"
+        )
+    context.check_heads(config.kv_heads)
 
 
 def draw_head(head: nn.Linear, generator: torch.Generator | None = None) -> None:

@@ -1,7 +1,8 @@
 """One model on several processes: DDP or FSDP2, applied from outside the model code.
 
 Every rank draws the same global batch and uses its own rows of it, and gradients are averaged over
-ranks: training does not depend on the number of ranks. FSDP2 uses autocast for mixed precision too,
+ranks: training does not depend on the number of ranks. With `cp` so many neighbouring ranks use the
+same rows, and each its own tokens of them. FSDP2 uses autocast for mixed precision too,
 since its MixedPrecisionPolicy would run norms and the residual stream in bf16: another model.
 """
 
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
+from nsa.parallel.layout import shard_sequence
+from nsa.parallel.mesh import METHODS, ContextParallel
 from nsa.spelling import choice
 
 KINDS = ("none", "ddp", "fsdp")
@@ -37,6 +40,8 @@ class Parallel:
     bucket_mb: float | int = 25
     gradient_as_bucket_view: bool = True  # False: gradients are stored twice
     comm_hook: str = "none"  # "bf16": gradients are averaged in bf16, half the bytes are sent
+    cp: int = 1  # ranks that share each sequence
+    cp_method: str = "gather"  # or "ulysses", see nsa.parallel.mesh
     joined: bool = True  # by `start`, so that `close` leaves the process group
     _learned: WeakSet = field(default_factory=WeakSet, init=False, repr=False, compare=False)
 
@@ -44,8 +49,12 @@ class Parallel:
         """Wrap a model that is on its device; FSDP2 changes it in place.
 
         FSDP2 shards every block and then the rest, so that one block at a time is gathered. Create
-        the optimizer afterwards, from the model's parameters, since FSDP2 replaces them.
+        the optimizer afterwards, from the model's parameters, since FSDP2 replaces them. With `cp`
+        a mesh ("dp", "cp") of all ranks is made, and the model shares sequences over its "cp"; its
+        gradients are reduced over both dimensions.
         """
+        if self.cp > 1:
+            model.share_sequences(self._context(next(model.parameters()).device.type))
         if self.kind == "ddp":
             on_gpu = next(model.parameters()).is_cuda
             wrapped = nn.parallel.DistributedDataParallel(
@@ -69,18 +78,37 @@ class Parallel:
             return fully_shard(model, mesh=mesh)
         return model
 
+    def _context(self, device: str) -> ContextParallel:
+        from torch.distributed import device_mesh
+
+        sizes, names = (self.ranks // self.cp, self.cp), ("dp", "cp")
+        mesh = device_mesh.init_device_mesh(device, sizes, mesh_dim_names=names)
+        # All ranks draw the same batch, so that there are no sizes to compare.
+        return ContextParallel.over(mesh, method=self.cp_method, check=False)
+
+    def shard(self, tokens: Tensor, targets: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+        """This rank's tokens of rows [B, T] and their targets, padded; see `shard_sequence`."""
+        if self.cp == 1:
+            return tokens, targets
+        place = {"rank": self.rank % self.cp, "ranks": self.cp}
+        return shard_sequence(tokens, targets, multiple=multiple, **place)[:2]
+
     def rows(self, batch: int, accumulate: int = 1) -> slice:
-        """This rank's rows of a global batch, an integer number for each micro-batch.
-        Raises ValueError unless ranks * accumulate divides the batch."""
-        parts = self.ranks * accumulate
+        """This rank's rows of a global batch, an integer number for each micro-batch; the ranks
+        that share sequences have the same. Raises ValueError unless cp divides the ranks and
+        ranks / cp * accumulate the batch."""
+        check_cp(self.cp, self.ranks)
+        groups = self.ranks // self.cp
+        parts = groups * accumulate
         if batch % parts:
             near = max(parts, batch // parts * parts)
+            over = f"{groups} group(s) of {self.cp} rank(s)" if self.cp > 1 else f"{groups} rank(s)"
             raise ValueError(
-                f"batch={batch} cannot be split over {self.ranks} rank(s) x {accumulate} "
+                f"batch={batch} cannot be split over {over} x {accumulate} "
                 f"micro-batch(es); nearest that can: {near} and {near + parts}"
             )
-        mine = batch // self.ranks
-        return slice(self.rank * mine, (self.rank + 1) * mine)
+        mine, group = batch // groups, self.rank // self.cp
+        return slice(group * mine, (group + 1) * mine)
 
     @contextmanager
     def micro(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
@@ -178,7 +206,7 @@ def start(
     An existing process group is used as it is and must have the same backend.
     device: "cuda", "cpu", or "auto": a GPU for each rank if there are so many, else the CPU.
     backend: "nccl" or "gloo"; None is "nccl" for GPUs and "gloo" for CPUs. `timeout_s` is how long
-    a collective may wait. options: the DDP options that are fields of Parallel.
+    a collective may wait. options: cp, cp_method, and the DDP options that are fields of Parallel.
 
     Raises ValueError for unknown names, options that exclude each other, no torchrun, NCCL without
     a GPU for each rank, and a failed rendezvous (a port in use).
@@ -188,6 +216,7 @@ def start(
     if kind == "none":
         return SINGLE
     rank, ranks, local = place()
+    check_cp(made.cp, ranks)
     on_gpu, backend = devices(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), backend, device)
     if on_gpu:
         torch.cuda.set_device(local)
@@ -219,9 +248,16 @@ def check(
     bucket_mb: float | int = 25,
     comm_hook: str = "none",
     gradient_as_bucket_view: bool = True,
+    cp: int = 1,
+    cp_method: str = "gather",
 ) -> None:
     """Raise ValueError for options that are invalid for any number of ranks."""
     choice("parallel", kind, KINDS)
+    choice("cp_method", cp_method, METHODS)
+    if kind == "none" and cp != 1:
+        raise ValueError(f"cp={cp} needs several ranks: parallel='ddp' or 'fsdp' would do")
+    if cp < 1:
+        raise ValueError(f"cp={cp} must be at least 1 rank")
     choice("comm_hook", comm_hook, COMM_HOOKS)
     if backend is not None:
         choice("backend", backend, ("gloo", "nccl"))
@@ -246,6 +282,13 @@ def check(
         )
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be more than 0; DDP's default is 25")
+
+
+def check_cp(cp: int, ranks: int) -> None:
+    """Raise ValueError unless groups of `cp` ranks divide all of them."""
+    if cp < 1 or ranks % cp:
+        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        raise ValueError(f"cp={cp} does not divide {ranks} rank(s); cp may be {divisors}")
 
 
 def devices(ranks: int, backend: str | None = None, device: str = "auto") -> tuple[bool, str]:

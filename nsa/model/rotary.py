@@ -9,6 +9,7 @@ from torch import Tensor
 from nsa.attention.backends import triton
 from nsa.attention.transforms import active
 from nsa.model.config import ModelConfig
+from nsa.parallel.mesh import ContextParallel
 from nsa.reference.rotary import rotary_tables, rotate
 
 
@@ -60,8 +61,11 @@ def rotary_for(
     tokens: int,
     device: torch.device,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
+    context: ContextParallel | None = None,
 ) -> Rotary:
     """Rotary tables of `tokens` tokens; with `cu_seqlens`, positions restart in each sequence.
+    With `context`, the tables are of the sequence of all its ranks, and positions those of this
+    rank's `tokens` rows in it.
 
     Raises ValueError for `cu_seqlens` that are empty or not one-dimensional; the attention checks
     the values.
@@ -70,6 +74,12 @@ def rotary_for(
         raise ValueError(
             f"cu_seqlens has shape {list(cu_seqlens.shape)}; needed is [N + 1] int32, rising from "
             f"0 to T={tokens}, one entry more than there are sequences"
+        )
+    if context is not None:
+        whole = rotary_for(config, tokens * context.ranks, device, cu_seqlens)
+        rows = context.layout(tokens).positions(context.rank, device)
+        return Rotary(
+            whole.cos, whole.sin, rows if whole.positions is None else whole.positions[rows]
         )
     base, scale = config.rope_base, config.rope_scale
     cos, sin = rotary_tables(tokens, config.head_dim, base, device=device, scale=scale)

@@ -1,6 +1,7 @@
 """The training loop: one step for notebooks, trials and torchrun, with observable phases."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from nsa.model import saving
 from nsa.model.data import EVALUATION, Data, Device, Share, share_of
 from nsa.model.parallel import SINGLE, Parallel
 from nsa.model.train_config import TrainConfig, adamw, autocast, check_weights, set_rate
+from nsa.parallel.layout import Layout, layout_of
 
 __all__ = ["EVALUATION", "Data", "TrainConfig", "Trainer"]
 
@@ -61,6 +63,17 @@ class Trainer:
         self.data, self.config, self.parallel = data, config, parallel
         self.device = torch.device(device)
         self._rows = parallel.rows(config.batch, config.accumulate)
+        self._multiple = 1  # of the chunks of a sequence on several ranks
+        if parallel.cp > 1:
+            self._multiple = model.config.nsa.select_block
+            padded = check_shared(config, parallel.cp, self._multiple).padded
+            if padded > config.tokens:
+                warnings.warn(
+                    f"tokens={config.tokens} are padded to {padded}; a multiple of "
+                    f"{2 * parallel.cp * self._multiple}, twice cp={parallel.cp} blocks of "
+                    f"select_block={self._multiple}, needs no padding",
+                    stacklevel=2,
+                )
         check_weights(model)
         if config.cuda_graph:
             check_capturable(config, self.device, parallel)
@@ -260,7 +273,7 @@ class Trainer:
 
     def _share(self, data: Data, step: int) -> Share:
         batch = data.batch(step, self.config.batch, self.config.tokens)
-        share = share_of(*batch, self.parallel, self.config.accumulate, self._rows)
+        share = share_of(*batch, self.parallel, self.config.accumulate, self._rows, self._multiple)
         return share.to(self.device)
 
     def _capture(self) -> "CapturedStep | None":
@@ -348,6 +361,20 @@ class CapturedStep:
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.found = self.body(self.buffers)
         self.graph = graph
+
+
+def check_shared(config: TrainConfig, cp: int, multiple: int) -> Layout:
+    """Layout of a sequence over `cp` ranks, with chunks of a multiple of `multiple` tokens.
+
+    Raises ValueError for too few tokens, and for what sequences on several ranks cannot have.
+    """
+    for name in ("compile", "cuda_graph"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}=True with cp={cp}: collectives within a layer are not compiled or "
+                f"captured; {name}=False would do"
+            )
+    return layout_of(config.tokens, cp, multiple)
 
 
 def check_capturable(config: TrainConfig, device: torch.device, parallel: Parallel) -> None:

@@ -14,7 +14,7 @@ from processes import printed_by
 
 # A layer may import itself and lower floors. reference and kernels share a floor and stay apart.
 FLOORS = (
-    "spelling config blocks reference,kernels attention model hf recipes,autoload "
+    "spelling config blocks reference,kernels attention parallel model hf recipes,autoload "
     "lab runs rooms cli __main__"
 )
 FLOOR = {layer: number for number, floor in enumerate(FLOORS.split()) for layer in floor.split(",")}
@@ -22,7 +22,7 @@ DATA = "workbook.rooms.case_study.figures"
 OURS = ("nsa", "whyhung", "workbook", "")
 BASE = {"torch", "numpy", "jaxtyping", "typing_extensions"}  # what `pip install nsa` brings
 # What must load with BASE alone. kernels import triton on top, so nobody here imports those on top.
-INSIDE = ("config", "blocks", "reference", "attention", "model")
+INSIDE = ("config", "blocks", "reference", "attention", "parallel", "model")
 LIGHT = ("nsa", *(f"nsa.{name}" for name in INSIDE), "workbook.cli")
 PACKAGES = "nsa", "workbook"
 

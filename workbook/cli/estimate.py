@@ -114,5 +114,6 @@ def _like(run: str, runs: str) -> dict[str, Any]:
     found = {n: changed.pop(n) for n in ("layers", "backend", "checkpoint") if n in changed}
     found |= {n: train[n] for n in ("batch", "tokens", "precision", "compile", "cuda_graph")}
     found |= {"preset": model["name"], "ranks": job["ranks"], "parallel": job["kind"]}
+    found |= {"cp": job["cp"]} if job.get("cp", 1) > 1 else {}
     device = {"device": job["device"]} if job["device"] != "auto" else {}
     return found | device | {"changes": changed}

@@ -61,6 +61,10 @@ def add(commands) -> None:
     option("--port", type=int, help="where they meet; by default a free one")
     text = "ddp with --ranks, else none"
     option("--parallel", choices=("none", "ddp", "fsdp"), help=text, dest="kind")
+    text = "ranks that share each sequence: a divisor of all ranks (docs/parallel.md)"
+    option("--cp", type=int, default=1, metavar="N", help=text)
+    text = "how they do: gather (all keys on each rank, the default) or ulysses (heads for tokens)"
+    option("--cp-method", choices=("gather", "ulysses"), default="gather", help=text)
     text = "nccl on GPUs, gloo on CPUs"
     option("--dist-backend", choices=("gloo", "nccl"), help=text, dest="backend")
     option("--static-graph", action="store_true", help="DDP: every step uses the same parameters")

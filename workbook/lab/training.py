@@ -48,6 +48,7 @@ class TrainingSpec:
     cuda_graph: bool = setting("the whole step as one CUDA graph", False)
     ranks: int = setting("processes, started by torchrun when there are several", 1, least=1)
     parallel: str = setting("of several ranks", "none", choices=("none", "ddp", "fsdp"))
+    cp: int = setting("ranks that share each sequence", 1, least=1)
     device: str = setting("where", "cpu", choices=("cpu", "cuda"))
     data: str = setting(
         "Python's own sources, or random bytes", "text", choices=("text", "synthetic")
@@ -70,7 +71,7 @@ class TrainingSpec:
                 check_switch(self, name)
         if self.ranks > 1 and self.parallel == "none":
             raise ValueError(f"ranks={self.ranks} need parallel='ddp' or 'fsdp'")
-        Parallel("ddp", ranks=self.ranks).rows(self.batch)
+        Parallel("ddp", ranks=self.ranks, cp=self.cp).rows(self.batch)
         if not isinstance(self.changes, dict):
             raise ValueError(f"changes={self.changes!r} must be a mapping of ModelConfig fields")
         if twice := sorted(OWN & set(self.changes)):
@@ -80,7 +81,14 @@ class TrainingSpec:
             raise ValueError(f"tokens={self.tokens} is more than max_tokens={config.max_tokens}")
         if self.data == "text" and config.vocab < 256:
             raise ValueError(f"data='text' has 256 byte values, vocab={config.vocab} is too few")
-        self.training()
+        train = self.training()
+        if self.cp > 1:
+            from nsa.model.llama import check_shareable
+            from nsa.model.train import check_shared
+            from nsa.parallel.mesh import ContextParallel
+
+            check_shared(train, self.cp, config.nsa.select_block)
+            check_shareable(config, ContextParallel(ranks=self.cp))
 
     def config(self) -> "ModelConfig":
         """The model's config. ValueError for an invalid preset, layers, backend or changes."""
@@ -109,8 +117,11 @@ class TrainingSpec:
         return TrainConfig(**{name: getattr(self, name) for name in names} | changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain, JSON-compatible values; `from_dict` restores an equal spec."""
-        return asdict(self)
+        """Return plain, JSON-compatible values; `from_dict` restores an equal spec.
+
+        cp is there only if it is not 1, so that earlier specs have the same values, and ids.
+        """
+        return {name: x for name, x in asdict(self).items() if (name, x) != ("cp", 1)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -128,6 +139,7 @@ class TrainingSpec:
         extra = [switch for switch in switches if getattr(self, switch)]
         extra += [f"checkpoint {self.checkpoint}"] * bool(self.checkpoint)
         extra += [f"{self.ranks} ranks {self.parallel}"] * (self.parallel != "none")
+        extra += [f"cp {self.cp}"] * (self.cp > 1)
         extra += [f"{key}={value}" for key, value in self.changes.items()]
         return " ".join([f"{self.preset}{layers} {name} {size}", *extra])
 
@@ -155,7 +167,8 @@ def open_trainer(
         torch.set_num_threads(threads)
     model, train = spec.config(), spec.training(**changes)
     seed = spec.seed if data_seed is None else data_seed
-    place = parallel.start(spec.parallel, backend=None if spec.device == "cuda" else "gloo")
+    backend = None if spec.device == "cuda" else "gloo"
+    place = parallel.start(spec.parallel, backend=backend, cp=spec.cp)
     if place.kind == "none" or spec.device == "cpu":
         place = replace(place, device=spec.device)
     with trainer_at(place, model, train, spec.data, seed, prefetch=prefetch) as trainer:

@@ -35,7 +35,8 @@ def place_of(spec: TrainingSpec, device: str, **options: Any) -> Parallel:
     # A static graph differs only in its first step, and a search for unused parameters only by two
     # integers per parameter.
     options |= {"static_graph": False, "find_unused_parameters": False}
-    return _Alone(spec.parallel, ranks=spec.ranks, device=device, joined=False, **options)
+    at = {"ranks": spec.ranks, "cp": spec.cp, "device": device, "joined": False}
+    return _Alone(spec.parallel, **at, **options)
 
 
 class _Alone(Parallel):
@@ -75,13 +76,29 @@ def ranked(tracker: Any, place: Parallel) -> Iterator[None]:
             store = FakeStore()
             dist.init_process_group("fake", store=store, rank=place.rank, world_size=place.ranks)
         held.callback(dist.destroy_process_group)
-        replaced = _for_ddp() if place.kind == "ddp" else _for_fsdp(tracker)
+        replaced = [*_for_mesh(), *(_for_ddp() if place.kind == "ddp" else _for_fsdp(tracker))]
         for owner, name, value in replaced:
             held.enter_context(mock.patch.object(owner, name, value, create=name == "device"))
         yield
 
 
 Replaced = tuple[Any, str, Any]
+
+
+def _unseen(call: Callable) -> Callable:
+    """Wrap a call on rank lists or on whole tensors that no rank holds, hiding it."""
+
+    def called(*args: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return call(*args, **options)
+
+    return called
+
+
+def _for_mesh() -> Iterator[Replaced]:
+    from torch.distributed import device_mesh
+
+    yield device_mesh, "init_device_mesh", _unseen(device_mesh.init_device_mesh)
 
 
 def _for_ddp() -> Iterator[Replaced]:
@@ -100,7 +117,6 @@ def _for_ddp() -> Iterator[Replaced]:
 
 
 def _for_fsdp(tracker: Any) -> Iterator[Replaced]:
-    from torch.distributed import device_mesh
     from torch.distributed.fsdp._fully_shard import (
         _fsdp_collectives,
         _fsdp_param,
@@ -119,18 +135,8 @@ def _for_fsdp(tracker: Any) -> Iterator[Replaced]:
 
         return resized
 
-    def unseen(call: Callable) -> Callable:
-        """Wrap a call on rank lists or on whole tensors that no rank holds, hiding it."""
-
-        def called(*args: Any, **options: Any) -> Any:
-            with _disable_current_modes():
-                return call(*args, **options)
-
-        return called
-
-    yield device_mesh, "init_device_mesh", unseen(device_mesh.init_device_mesh)
     shapes = "_propagate_tensor_meta_non_cached"
-    yield ShardingPropagator, shapes, unseen(getattr(ShardingPropagator, shapes))
+    yield ShardingPropagator, shapes, _unseen(getattr(ShardingPropagator, shapes))
     for module in (_fsdp_param, _fsdp_param_group):
         for name in ("alloc_storage", "free_storage"):
             if hasattr(module, name):

@@ -30,8 +30,8 @@ def cause(trainer: Trainer, step: int) -> dict[str, Any]:
     which the backward reached first, and bad_gradients, their number out of `parameters`;
     largest_weight and largest_gradient as (magnitude, name). Finite quantities are None.
 
-    DDP's ranks check their own gradients, FSDP2's ranks their shards of the mean; under FSDP2 every
-    rank must call it. Costs the time and memory of a step.
+    DDP's ranks check their own gradients, FSDP2's ranks their shards of the mean; under FSDP2, and
+    where ranks share sequences, every rank must call it. Costs the time and memory of a step.
     """
     named = list(trainer.model.named_parameters())
     found: dict[str, Any] = {"rank": trainer.parallel.rank, "parameters": len(named)}
@@ -113,8 +113,10 @@ def _look(seen: dict, name: str, module: nn.Module, args: tuple, kwargs: dict, o
     ]
     if not seen and not all(bool(x.isfinite().all()) for x in outputs):
         seen["output"] = name
-    # The input of o_proj is the branches' gated sum: find the branch.
-    if isinstance(module, NSAAttention) and seen.get("output") == f"{name}.o_proj":
+    # The input of o_proj is the branches' gated sum: find the branch, unless other ranks, which may
+    # see nothing wrong, would have to join in.
+    whole = isinstance(module, NSAAttention) and module.context is None
+    if whole and seen.get("output") == f"{name}.o_proj":
         with torch.no_grad():
             arguments = module.arguments(*args, **kwargs)
             try:

@@ -13,10 +13,11 @@ from nsa.attention import witness
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
 from nsa.model.data import Prefetch
-from nsa.model.llama import LanguageModel
+from nsa.model.llama import LanguageModel, check_shareable
 from nsa.model.parallel import Parallel
-from nsa.model.train import Trainer, check_capturable, warmup_steps
+from nsa.model.train import Trainer, check_capturable, check_shared, warmup_steps
 from nsa.model.train_config import TrainConfig
+from nsa.parallel.mesh import ContextParallel
 from nsa.spelling import choice
 from workbook.lab.observers import guard_rules, memory_snapshot, writers
 from workbook.lab.observers.arrival import GradientArrival
@@ -52,6 +53,8 @@ class Job:
     device: str = "auto"
     ranks: int = 1
     kind: str = "none"
+    cp: int = 1  # ranks that share each sequence
+    cp_method: str = "gather"
     backend: str | None = None
     static_graph: bool = False
     find_unused: bool = False
@@ -100,7 +103,10 @@ class Job:
                 f"buckets are traced by a communication hook, and DDP takes one only; it has "
                 f"comm_hook={self.comm_hook!r}, comm_hook='none' would do"
             )
-        Parallel(self.kind, 0, self.ranks).rows(self.train.batch, self.train.accumulate)
+        shared = {"cp": self.cp, "cp_method": self.cp_method}
+        Parallel(self.kind, 0, self.ranks, **shared).rows(self.train.batch, self.train.accumulate)
+        if self.cp > 1:
+            self._check_shared()
         if self.kind != "none" or self.device == "cuda":
             parallel.devices(self.ranks, self.backend, self.device)
         if self.train.cuda_graph:
@@ -108,6 +114,16 @@ class Job:
             check_capturable(self.train, where, Parallel(self.kind, **self._options()))
         if self.data != "fineweb-edu":  # which needs a download
             source_of(self).batch(0, 1, self.train.tokens)  # raises if T is longer than the data
+
+    def _check_shared(self) -> None:
+        """Raise ValueError for what sequences on several ranks do not have."""
+        check_shared(self.train, self.cp, self.model.nsa.select_block)
+        check_shareable(self.model, ContextParallel(ranks=self.cp, method=self.cp_method))
+        if "stats" in self.observe or self.guards("collapse"):
+            raise ValueError(
+                f"--observe stats and --guard collapse look at whole sequences, and with --cp "
+                f"{self.cp} each rank has a part; without them, or with --cp 1"
+            )
 
     def profiled(self, first: int) -> range:
         """Return the steps that `profile` names, for a job whose first step is `first`; a number of
@@ -150,8 +166,9 @@ class Job:
         )
 
     def _options(self) -> dict[str, Any]:
-        """DDP options, by their names in nsa.model.parallel."""
+        """Options of ranks, by their names in nsa.model.parallel."""
         names = ("static_graph", "bucket_mb", "comm_hook", "gradient_as_bucket_view")
+        names += ("cp", "cp_method")
         options = {name: getattr(self, name) for name in names}
         return options | {"find_unused_parameters": self.find_unused}
 

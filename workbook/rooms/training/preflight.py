@@ -98,15 +98,16 @@ def needed(job: Job, ranks: int) -> tuple[int, int | None, str]:
     exact = (state.fixed + buckets) // shards
     if model.attention != "nsa":
         return exact, None, f"activations of attention={model.attention!r} are not predicted"
-    rows = train.batch // (ranks * train.accumulate)
+    rows = train.batch // (ranks // job.cp * train.accumulate)
+    tokens = -(-train.tokens // job.cp)  # of a sequence on one rank
     backends = AUTO if model.backend == "auto" else (model.backend,)
     dtype = "fp32" if train.precision == "fp32" else "bf16"
-    each = [activations(model, train.tokens, rows, dtype, backend) for backend in backends]
+    each = [activations(model, tokens, rows, dtype, backend) for backend in backends]
     kept = max(each, key=lambda found: found.total)
     # A recomputed block keeps its input; one at a time keeps all of its activations.
     recomputed = max(0, len(layer_range(model.checkpoint, model.layers)) - 1)
     of_a_layer = (kept.total - kept.casts - kept.head) // model.layers
-    saved = recomputed * (of_a_layer - rows * train.tokens * model.dim * 4)
+    saved = recomputed * (of_a_layer - rows * tokens * model.dim * 4)
     # Gradients stay while the next micro-batch runs, and DDP's buckets all the time.
     early = state.gradients if train.accumulate > 1 or job.kind == "ddp" else 0
     early += buckets

@@ -1,0 +1,1 @@
+"""One sequence on several ranks: docs/parallel.md. Its names are imported from their modules."""

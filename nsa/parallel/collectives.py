@@ -1,0 +1,155 @@
+"""Collectives with gradients: an all-to-all, and an all-gather in two halves for overlap.
+
+All work for gloo and NCCL: tensors are contiguous, and a buffer is kept until its transfer has been
+waited for, on the stream that reads it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from nsa.parallel.layout import Layout
+from nsa.parallel.mesh import ContextParallel
+
+# By its name of torch 2.13, where there is one, for the older name warns then.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_to_all(x: Tensor, context: ContextParallel) -> Tensor:
+    """x [P, ...]: part p goes to rank p; returns [P, ...], of which part p came from rank p."""
+    return x if context.ranks == 1 else _AllToAll.apply(x, context)
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
+        ctx.context = context
+        return _exchanged(x, context, "exchanging tokens for heads")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad, ctx.context, "exchanging the gradients of heads"), None
+
+
+def _exchanged(x: Tensor, context: ContextParallel, doing: str) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    with context.naming(doing):
+        dist.all_to_all_single(out, x, group=context.group)
+    return out
+
+
+class Gathering:
+    """Rows of all ranks, from those of this one: sent now, received by `wait`.
+
+    xs are [B, TL, H, *] each, of one dtype, in chunks of `layout`. `wait` returns two lists: the
+    first ends[0] rows of each x in the order of the sequence, and the first ends[1]. By default
+    those up to the end of this rank's head chunk and up to that of its tail chunk, which is all
+    that their queries see.
+
+    The backward mirrors it: what `wait` did sends the gradients off, and the start receives them,
+    so that other gradients are computed in between. Each rank's part is added in fp32 (fp64 for
+    fp64) in the order of ranks, so the sum does not depend on timing.
+    """
+
+    def __init__(
+        self,
+        xs: Sequence[Tensor],
+        layout: Layout,
+        context: ContextParallel,
+        ends: tuple[int, int] | None = None,
+    ) -> None:
+        self.context, self.layout = context, layout
+        self.widths, self.dtype = [x.shape[-1] for x in xs], xs[0].dtype
+        self.ends = ends or tuple(rows.stop for rows in layout.chunks(context.rank))
+        self._work = self._kept = None
+        self._received = self._sum = None
+        self._token = _Start.apply(self, *xs)
+
+    def wait(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Receive; see the class."""
+        found = _Finish.apply(self._token, self)
+        half = len(self.widths)
+        return list(found[:half]), list(found[half:])
+
+    def launch(self, out: Tensor, x: Tensor, call: Any, doing: str) -> None:
+        """Start a transfer of x into out; both are kept until `settle`."""
+        with self.context.naming(doing):
+            # Flat, since gloo compares shapes.
+            self._work = call(out.view(-1), x.view(-1), group=self.context.group, async_op=True)
+        self._kept, self._received = x, out
+
+    def settle(self, doing: str) -> Tensor:
+        """Wait for the transfer, on a GPU without the host; returns what arrived."""
+        with self.context.naming(doing):
+            self._work.wait()
+        arrived, self._work, self._kept, self._received = self._received, None, None, None
+        return arrived
+
+
+class _Start(Function):
+    @staticmethod
+    def forward(ctx: Any, gathering: Gathering, *xs: Tensor) -> Tensor:
+        ctx.gathering = gathering
+        mine = torch.cat(xs, dim=-1)
+        out = mine.new_empty(gathering.context.ranks, *mine.shape)
+        gathering.launch(out, mine, all_gather, "sending keys and values")
+        return mine.new_empty(0)  # carries the gradient's path, and nothing else
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        gathering = ctx.gathering
+        parts = gathering.settle("receiving the gradients of keys and values")
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return None, *total.to(gathering.dtype).split(gathering.widths, dim=-1)
+
+
+class _Finish(Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, gathering: Gathering) -> tuple[Tensor, ...]:
+        ctx.gathering = gathering
+        shards = gathering.settle("receiving keys and values")
+        pieces = shards.split(gathering.widths, dim=-1)
+        whole = [gathering.layout.natural(piece) for piece in pieces]
+        # Two tensors of each, so that autograd does not add the gradients in the narrow dtype.
+        head, tail = gathering.ends
+        return *(x[:, :head] for x in whole), *(x[:, :tail] for x in whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        gathering, layout = ctx.gathering, ctx.gathering.layout
+        wide = torch.promote_types(gathering.dtype, torch.float32)
+        half, summed = len(gathering.widths), []
+        for of_head, of_tail in zip(grads[:half], grads[half:], strict=True):
+            shape = [of_tail.shape[0], layout.padded, *of_tail.shape[2:]]
+            total = of_tail.new_zeros(shape, dtype=wide)
+            for grad in (of_head, of_tail):
+                total[:, : grad.shape[1]] += grad
+            summed.append(total)
+        parts = layout.by_rank(torch.cat(summed, dim=-1))
+        doing = "sending the gradients of keys and values"
+        gathering.launch(torch.empty_like(parts), parts, dist.all_to_all_single, doing)
+        return grads[0].new_zeros(0), None
+
+
+@torch.no_grad()
+def gather_sequence(
+    x: Tensor, context: ContextParallel, tokens: int | None = None, dim: int = 1
+) -> Tensor:
+    """All tokens of x along `dim` in their order on every rank, without gradient; at most the first
+    `tokens`, which drops padding."""
+    layout = context.layout(x.shape[dim])
+    shards = [x]
+    if context.ranks > 1:
+        shards = x.new_empty(context.ranks, *x.shape)
+        with context.naming("gathering a sequence"):
+            mine = x.contiguous().view(-1)
+            all_gather(shards.view(-1), mine, group=context.group)
+    whole = layout.natural(shards, dim)
+    return whole if tokens is None else whole.narrow(dim, 0, tokens)
