@@ -81,6 +81,8 @@ def check(backend, case, dtype):
     for name in got[1]:
         # Softmax does not see a shift of all keys: what shifts them has a gradient that is the
         # small difference of large terms, and twice of next to nothing is no measure for it.
-        slack = 4.0 if name.startswith("phi_key_") else 2.0
+        # And d_sinks is a number a head: the worst of three errors is twice that of three others
+        # by chance, which depends on the order in which a processor adds.
+        slack = 4.0 if name.startswith("phi_key_") or name == "sinks" else 2.0
         results = (got[1][name], same_dtype[1][name], exact[1][name])
         assert_as_accurate(f"d_{name}", *results, slack=slack, magnitude=largest)

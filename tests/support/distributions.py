@@ -134,12 +134,18 @@ def exact_and_plain(inputs: Inputs, blocks: Tensor, stick: str) -> tuple[dict, d
 
 
 def judged(
-    got: dict, plain: dict, exact: dict, dtype: torch.dtype, norms: bool = True
+    got: dict,
+    plain: dict,
+    exact: dict,
+    dtype: torch.dtype,
+    norms: bool = True,
+    slack: float = TWICE,
 ) -> dict[str, dict]:
     """By tensor: errors relative to exact's norm, their ratio, and what breaks the accuracy rule.
 
     The rule is `workbook.lab.measure.accuracy.hold`. Of norms, twice torch's plus a quarter of
     epsilon is the most: what comes on top there, too. norms: whether that is asked as well.
+    slack: times plain torch's error that is allowed.
     """
     grain = torch.finfo(dtype).eps / 4
     largest = max(float(x.abs().max()) for name, x in exact.items() if name != "o")
@@ -152,13 +158,13 @@ def judged(
         broken = ""
         magnitude = 0.0 if name == "o" else largest
         # What shifts all keys has a gradient of rounding alone: as in `backend_calls.check`.
-        slack = 2 * TWICE if name.startswith("dphi_key_") else TWICE
-        options = {"dtype": dtype, "slack": slack, "magnitude": magnitude}
+        most = 2 * TWICE if name.startswith("dphi_key_") else slack
+        options = {"dtype": dtype, "slack": most, "magnitude": magnitude}
         try:
             hold(name, got[name], plain[name], truth, **options)
         except AccuracyError as red:
             broken = str(red)
-        if norms and size > 1e-6 * magnitude and not ours <= TWICE * torchs + grain:
+        if norms and size > 1e-6 * magnitude and not ours <= slack * torchs + grain:
             broken = broken or f"{name}: norm of the error {ours:.2e}, plain torch's {torchs:.2e}"
         ratio = ours / torchs if torchs else (1.0 if ours == 0 else float("inf"))
         found[name] = {"ours": ours, "torch": torchs, "ratio": ratio, "broken": broken}

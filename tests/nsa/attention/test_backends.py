@@ -80,7 +80,8 @@ def test_what_shifts_all_keys_of_a_head_has_a_gradient_of_rounding_alone(
     largest = max(float(x.abs().max()) for x in exact[1].values())
     name = f"phi_key_{shifts}"
     assert exact[1][name].abs().max() < 1e-12 * largest
-    assert got[name].abs().max() <= torch.finfo(dtype).eps / 2 * largest
+    # AVX2 and AVX-512 add in different orders: 0.25 and 0.5 of an epsilon were seen.
+    assert got[name].abs().max() <= torch.finfo(dtype).eps * largest
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")
