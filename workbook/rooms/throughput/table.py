@@ -64,7 +64,7 @@ def windows(series: Sequence[float]) -> list[tuple[float, float]]:
 
 def flops_of(row: dict) -> StepFlops:
     """Model FLOPs of one step of a row's cell."""
-    cell = TrainCell(**{name: row[name] for name in _CELL})
+    cell = _cell(row)
     return step_flops(cell.config(), cell.tokens, cell.batch)
 
 
@@ -299,6 +299,11 @@ def _memory(row: dict, skip: int = 0) -> Iterator[dict]:
                 yield _row(row, mode, "memory", "MiB", mib, step=step)
 
 
+def _cell(row: dict) -> TrainCell:
+    """Cell of a row; a row without one of its fields, as cp, has the default."""
+    return TrainCell(**{name: row[name] for name in _CELL if name in row})
+
+
 def _row(
     row: dict, mode: str, metric: str, unit: str, *values: float | None, step=None, **more
 ) -> dict:
@@ -307,7 +312,7 @@ def _row(
     x = ("tokens", row["tokens"]) if step is None else ("step", step)
     values = values if len(values) == 3 else values * 3
     config = {name: row[name] for name in (*_CELL, *_ENDED) if name in row}
-    config["layers"] = TrainCell(**{name: row[name] for name in _CELL}).config().layers
+    config["layers"] = _cell(row).config().layers
     # A cell on the CPU did not use this machine's GPU.
     device = "cpu" if row["device"] == "cpu" else None
     found = (OPERATION, row["name"], mode, metric, unit, *x, *values, config | more, device)
