@@ -6,7 +6,7 @@ import torch
 from accuracy import assert_as_accurate
 from cases import Case, draw
 
-import workbook.lab  # noqa: F401  adds the backend `sequential`
+import workbook  # noqa: F401  adds the backend `sequential`
 from nsa.attention import registry
 from nsa.attention.api import nsa_attention
 from nsa.reference.nsa import nsa

@@ -7,10 +7,8 @@ import json
 from pathlib import Path
 
 import nsa
-from nsa.attention import known
 from whyhung.process import renamed, sources
 
 sources.PACKAGES[Path(nsa.__file__).resolve().parent] = ("__main__.py",)
 sources.PACKAGES[Path(__file__).resolve().parents[1]] = ("runs", "cli", "__main__.py")
-known.add("sequential", "workbook.lab.sequential")
 renamed.MOVED |= json.loads(Path(__file__).with_name("moved.json").read_text(encoding="utf-8"))

@@ -267,7 +267,7 @@ def test_a_snapshot_that_a_script_never_reaches_is_told_and_nothing_is_lost(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    script = Path(__file__).parents[1] / "support" / "stranger_train.py"
+    script = Path(__file__).parents[2] / "support" / "stranger_train.py"
     shutil.copy(script, "train.py")
     words = ["trial", "subject=train.py", "argv=--steps 2 --width 8", "--memory-snapshot", "9"]
     assert cli.main(words) == 0

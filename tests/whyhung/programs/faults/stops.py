@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import workbook.lab  # noqa: F401  adds the backend `sequential`
+import workbook  # noqa: F401  adds the backend `sequential`
 from faults.small import FROM_STEP, Small, TinyNSA
 
 LONG_S = 3600.0  # longer than any trial: ended by its supervisor, or with it
