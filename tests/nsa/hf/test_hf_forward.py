@@ -44,7 +44,7 @@ def test_logits_are_those_of_the_model_inside(model):
         assert torch.equal(model(IDS, use_cache=False).logits, wanted)
         assert torch.equal(model(IDS, use_cache=False, logits_to_keep=2).logits, wanted[:, -2:])
         kept = model(IDS, use_cache=False, logits_to_keep=torch.tensor([0, 7])).logits
-        torch.testing.assert_close(kept, wanted[:, [0, 7]])  # a product of other rows adds otherwise
+        torch.testing.assert_close(kept, wanted[:, [0, 7]])  # to the last bits
         assert model(IDS, use_cache=False, return_dict=False)[0].shape == wanted.shape
     # Without a gradient a cache is made and returned, as in other models.
     torch.testing.assert_close(whole.logits, wanted)
