@@ -43,7 +43,7 @@ def test_a_real_cell_has_all_its_figures_and_the_witness_of_its_backend(measured
 def test_weights_gradients_and_adam_are_predicted_from_shapes(measured):
     for row in measured:
         names = TrainingSpec.__dataclass_fields__
-        config = TrainingSpec(**{name: row[name] for name in names}).config()
+        config = TrainingSpec(**{name: row[name] for name in names if name in row}).config()
         expected = predict(config)
         held = row["by_phase_category_mib"]["optimizer"]
         assert held["parameters"] * 2**20 == expected.weights
