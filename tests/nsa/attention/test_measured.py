@@ -109,7 +109,7 @@ def claimed(**changes):
     where = {"is_cuda": True, "device": "cuda:0"}
     x = SimpleNamespace(**where, shape=(1, 8192, 64, 128), dtype=torch.bfloat16, requires_grad=True)
     tensors = {"q": x, "k": {"slc": x}, "v": {"slc": x}, "gates": x, "cu_seqlens": None}
-    sizes = {"kv_heads": 4, "value_dim": 128, "config": NSAConfig()}
+    sizes = {"kv_heads": 4, "value_dim": 128, "config": NSAConfig(), "offset": False}
     return SimpleNamespace(**tensors, **sizes, branches=("cmp", "slc", "win"), **changes)
 
 

@@ -109,7 +109,7 @@ def test_the_headline_plots_are_redrawn_from_the_records_alone(tmp_path):
     kept = {file.name: file for file in tracked("figures/*").values()}
     drawn = {file.name: file for file in (tmp_path / "figures").iterdir()}
     assert sorted(drawn) == sorted(kept)
-    links = re.compile(r"\]\([./\w-]*?((?:runs|nsa)/)")
+    links = re.compile(r"\]\([./\w-]*?((?:runs|workbook)/)")
     changed = [
         name
         for name, file in drawn.items()
