@@ -1,4 +1,4 @@
-"""What tests/nsa/parallel has each rank do: `python cp_entries.py FOLDER ENTRY *ARGUMENTS`.
+"""Entries for tests/nsa/parallel: `python cp_entries.py FOLDER ENTRY *ARGUMENTS`.
 
 Leaves FOLDER/rank<r>.pt: what the entry returned.
 """
@@ -81,7 +81,7 @@ def off(mine, whole):
 
 
 def compared(case: Case, seed: int, context: ContextParallel) -> dict[str, float]:
-    """How far o and each gradient of this rank are from the definition's over all tokens."""
+    """Error of o and of each gradient of this rank against the definition over all tokens."""
     torch.manual_seed(seed)
     whole = draw(case)
     layout = context.layout(case.tokens // context.ranks)

@@ -162,7 +162,7 @@ def claims(run: str, again: str | None) -> list[str]:
 
 @cache
 def read_again(run: str, asked: str) -> list[str]:
-    """What that function of workbook.rooms, "throughput.claims:aims", says of the run's rows."""
+    """Call a function of workbook.rooms, "throughput.claims:aims", on the run's rows."""
     module, name = asked.split(":")
     rows = metrics.read(folder(run) / "metrics.csv")
     made = getattr(import_module(f"workbook.rooms.{module}"), name)(rows)

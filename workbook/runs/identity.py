@@ -100,8 +100,8 @@ def source_at(commit: str, notebook: str, top: str | Path = PACKAGE.parent) -> s
     git = ["git", "-C", str(top)]
     run = partial(subprocess.run, capture_output=True, timeout=60)
     try:
-        has = [b for b in BESIDE if run([*git, "cat-file", "-e", f"{commit}:{b}"]).returncode == 0]
-        names = package, book, *has
+        has = run([*git, "ls-tree", "--name-only", commit, "--", *BESIDE], check=True).stdout
+        names = package, book, *has.decode().split()
         done = run([*git, "archive", "--format=tar", commit, *names], check=True)
     except (OSError, subprocess.SubprocessError):
         return None

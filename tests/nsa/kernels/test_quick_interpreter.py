@@ -1,4 +1,4 @@
-"""What the tests' faster interpreter computes is what Triton's computes, bit by bit."""
+"""Results of the tests' faster interpreter equal those of Triton's, bit by bit."""
 
 import pytest
 import quick_interpreter

@@ -10,7 +10,7 @@ from processes import environment_with_package, run_ranks
 
 
 def ranks_said(count, folder, *arguments, left=None):
-    """What an entry of cp_entries.py returned on each rank, or on the first `left` of them."""
+    """Run an entry of cp_entries.py; its result on each rank, or on the first `left` of them."""
     run_ranks(count, "cp_entries.py", folder, *arguments)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(left or count)]
 
