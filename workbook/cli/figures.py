@@ -2,8 +2,10 @@
 
 import contextlib
 import importlib
+import json
 import math
 import os
+import subprocess
 from pathlib import Path
 
 from workbook.cli.options import FAILED, GOOD, command, share
@@ -45,23 +47,18 @@ def figures(arguments) -> int:
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
     for name, rule in rules.items():
         if "records" in rule:
-            found = records(rule, Path(arguments.runs))
-            if found:
-                drawn[name] = found
-                files = draw_records(name, rule, found, target)
-                print(f"{name}: {', '.join(map(str, files))} of {len(found)} records")
-            else:
-                missing[name] = rule
-                print(f"{name}: no record {rule['records']} in {arguments.runs}; {rule['command']}")
-            continue
-        run = next((run for run in stored.of(rule["notebook"]) if fits(run, rule)), None)
-        if run is None:
+            found = records(rule, Path(arguments.runs), arguments.all)
+            wanted, of = f"record {rule['records']} in {arguments.runs}", f"{len(found)} records"
+        else:
+            found = next((run for run in stored.of(rule["notebook"]) if fits(run, rule)), None)
+            wanted = f"run of {rule['notebook']} has its rows"
+            of = found and f"run {found.folder.name}"
+        if not found:
             missing[name] = rule
-            print(f"{name}: no run of {rule['notebook']} has its rows; {rule['command']}")
+            print(f"{name}: no {wanted}; {rule['command']}")
             continue
-        drawn[name] = run
-        files = draw(name, rule, run, target)
-        print(f"{name}: {', '.join(map(str, files))} of run {run.folder.name}")
+        drawn[name] = found
+        print(f"{name}: {', '.join(map(str, draw(name, rule, found, target)))} of {of}")
     text = page({name: rules[name] for name in drawn}, drawn, missing, arguments.runs, target)
     print(write_atomically(target / "README.md", text))
     return GOOD if drawn else FAILED
@@ -89,13 +86,40 @@ def fits(run, rule: dict) -> bool:
     return bool(rows) and has and (run.folder / rule.get("file", "metrics.csv")).is_file()
 
 
-def draw(name: str, rule: dict, run, target: Path) -> list[Path]:
-    """Draw the figure and return its files."""
-    import inspect
+def records(rule: dict, runs: Path, every: bool = False) -> list[Path]:
+    """Return the records beside the runs whose names fit the rule's pattern, oldest first: those
+    that git tracks; all of them if it tracks none, or if `every` is set."""
+    from workbook.runs.files import tracked_files
 
+    found = sorted(runs.glob(f"*/{rule['records']}.json"))
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no checkout
+        tracked = {runs / name for name in tracked_files(runs, "*.json")}
+        if not every and tracked & set(found):
+            return [file for file in found if file in tracked]
+    return found
+
+
+def draw(name: str, rule: dict, found, target: Path) -> list[Path]:
+    """Draw the figure of a run, or of a list of records, and return its files."""
     import matplotlib.pyplot as plt
 
     from workbook.runs import looks
+
+    figure, source = (_of_records if "records" in rule else _of_run)(rule, found)
+    try:
+        return looks.write(figure, target, name, source, ("png", "svg"))
+    finally:
+        plt.close(figure)
+
+
+def _of_records(rule: dict, files: list[Path]):
+    read = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return _named(rule["plot"])(read), f"records {', '.join(file.stem for file in files)}"
+
+
+def _of_run(rule: dict, run):
+    import inspect
+
     from workbook.runs.store import Run
 
     stored = Run(run.folder)
@@ -107,32 +131,7 @@ def draw(name: str, rule: dict, run, target: Path) -> list[Path]:
     given = dict(rule.get("arguments", {}))
     if "note" in inspect.signature(plot).parameters:
         given["note"] = stored.devices()
-    figure = plot(shown, **given)
-    try:
-        return looks.write(figure, target, name, stored.source(), ("png", "svg"))
-    finally:
-        plt.close(figure)
-
-
-def records(rule: dict, runs: Path) -> list[Path]:
-    """Return the records beside the runs whose names fit the rule's pattern, oldest first."""
-    return sorted(runs.glob(f"*/{rule['records']}.json"))
-
-
-def draw_records(name: str, rule: dict, files: list[Path], target: Path) -> list[Path]:
-    """Draw the figure of records, and return its files."""
-    import json
-
-    import matplotlib.pyplot as plt
-
-    from workbook.runs import looks
-
-    figure = _named(rule["plot"])([json.loads(file.read_text(encoding="utf-8")) for file in files])
-    try:
-        source = f"records {', '.join(file.stem for file in files)}"
-        return looks.write(figure, target, name, source, ("png", "svg"))
-    finally:
-        plt.close(figure)
+    return plot(shown, **given), stored.source()
 
 
 def _named(place: str):
