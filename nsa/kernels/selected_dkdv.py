@@ -51,6 +51,7 @@ class Rows(NamedTuple):
     group: int  # query heads of a KV head
     chunks: int  # of this many heads per group
     early: bool  # prefetch tokens a round early: faster only for 2^n heads
+    offset: bool  # queries begin later than keys; Triton 3.6 cannot test a tuple for None
 
 
 def selected_dkdv(
@@ -106,7 +107,8 @@ def selected_dkdv(
         rows = queries.bounds, queries.length, queries.starts
     lists = lookup.ends.shape[0]
     sizes = lists // kv_heads, kv_heads, select_block
-    taken = Rows(tile.rows, tile.rows // heads, heads, group, ceil_div(group, heads), early)
+    tokens_at_once, chunks = tile.rows // heads, ceil_div(group, heads)
+    taken = Rows(tile.rows, tokens_at_once, heads, group, chunks, early, rows is not None)
     cut = Cut(lookup.task, tile.keys, parts, k.shape[2], v.shape[2], packed=sequences.tokens.packed)
     if lists:
         launch(
@@ -166,7 +168,7 @@ def _selected_dkdv(
 
     row = start + first_key
     query_row = row  # of the query that stands at the first key, possibly not there
-    if queries is not None:
+    if QUERIES.offset:
         query_row, _ = extent(sequence, queries[0], queries[1], CUT.packed)
         query_row += first_key - position_of(sequence, queries[2])
     keys = load_keys(k + kv_head.to(tl.int64) * strides[1][1], row, left, strides[1], KEYS, D)

@@ -1,0 +1,1 @@
+"""One sequence on several GPUs: is it the same result, how fast, and in how much memory?"""

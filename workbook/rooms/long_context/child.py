@@ -1,0 +1,194 @@
+"""Ranks of one launch: equality, time and memory of the operation over shared sequences."""
+
+import gc
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import profile
+
+from nsa.attention.api import nsa_attention
+from nsa.model import parallel
+from nsa.parallel.attention import context_parallel_attention
+from nsa.parallel.mesh import ContextParallel
+from whyhung.process.child import is_out_of_memory
+from workbook.lab.measure.attention_inputs import Drawn, draw
+from workbook.lab.measure.kernels import activities_of, device_work, gaps
+from workbook.lab.measure.timing import extra_memory, gradients, mark, seconds_between, wait
+from workbook.rooms.long_context.cells import Cell
+
+REPEATS, FEW, LONG_MS = 7, 3, 300.0  # calls that are timed, and those of a longer call
+COMPARED = 1 << 15  # rows of queries compared at once
+
+
+def measure_rank(spec: dict) -> dict:
+    """Measure {"cells": [Cell.to_dict()], "device", "backend", "equal_up_to": T, "file"}.
+
+    Returns {"rows"}, a row a cell, see `Subject.measure`; rank 0 also appends each to `file` at
+    once. A cell of fewer ranks than the launch has runs on every group of so many, and has the
+    slowest group's time and the largest memory. Up to `equal_up_to` tokens every rank also computes
+    the whole sequence alone, and compares.
+    """
+    place = parallel.start("ddp", device=spec["device"])
+    try:
+        device, rows = torch.device(place.device), []
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        for values in spec["cells"]:
+            cell = Cell.from_dict(values)
+            row = Subject(cell, device, spec["backend"]).measure(spec["equal_up_to"])
+            rows.append({"cell": values} | row)
+            if place.rank == 0 and spec.get("file"):
+                with Path(spec["file"]).open("a", encoding="utf-8") as file:
+                    print(json.dumps(rows[-1]), file=file, flush=True)
+        return {"rows": rows}
+    finally:
+        place.close()
+
+
+class Subject:
+    """The operation over one cell's sequence, as this rank runs it."""
+
+    def __init__(self, cell: Cell, device: torch.device, backend: str) -> None:
+        self.cell, self.device, self.backend = cell, device, backend
+        world = dist.get_world_size()
+        options = {"method": cell.method, "heads_at_once": cell.heads_at_once, "check": False}
+        self.context = ContextParallel()
+        if cell.ranks > 1:
+            sizes, names = (world // cell.ranks, cell.ranks), ("dp", "cp")
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+            self.context = ContextParallel.over(mesh, **options)
+
+    def measure(self, equal_up_to: int) -> dict[str, Any]:
+        """Row of the cell.
+
+        outcome: "ok", "oom" or "error", with `message`. ms: {"forward", "backward"} from idle to
+        idle, the median of calls, of the slowest rank each. memory_mib: peaks beyond inputs and
+        outputs. difference: {name: largest difference from one rank's result over the largest
+        value}. sending: {"sent_ms", "alone_ms", "step_ms"} of a profiled forward and backward on a
+        GPU: collectives, those of them while nothing else ran, and all.
+        """
+        row: dict[str, Any] = {"outcome": "ok", "message": ""}
+        try:
+            if self.cell.ranks > 1 and self.cell.shape.tokens <= equal_up_to:
+                row["difference"] = self._merged(self._difference(), max)
+            row |= self._timed(self._own())
+        except Exception as error:
+            ended = "oom" if is_out_of_memory(error) else "error"
+            lines = str(error).splitlines() or [""]
+            row |= {"outcome": ended, "message": f"{type(error).__name__}: {lines[0][:200]}"}
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return row
+
+    def _own(self) -> Drawn:
+        """This rank's rows; keys and values other than those of `_difference`, of their size."""
+        shape = self.cell.own
+        return draw(replace(shape, seed=shape.seed + dist.get_rank()), self.device)
+
+    def _call(self, drawn: Drawn) -> Tensor:
+        inputs = (drawn.q, drawn.k, drawn.v, drawn.gates, self.cell.shape.config)
+        return context_parallel_attention(*inputs, self.context, backend=self.backend)
+
+    def _difference(self) -> dict[str, float]:
+        """Differences of o and of gradients from the whole sequence on one rank, in fp64 on a CPU,
+        else in the shape's dtype."""
+        whole = draw(self.cell.shape, self.device)
+        if self.device.type == "cpu":
+            whole = wide(whole)
+        layout = self.context.layout(self.cell.own.tokens)
+        mine = mapped(whole, lambda x: layout.shard(x, self.context.rank))
+        config, leaves = self.cell.shape.config, whole.leaves()
+        o = nsa_attention(whole.q, whole.k, whole.v, whole.gates, config, backend=self.backend)
+        wanted = [o.detach(), *gradients(o, list(leaves.values()), whole.do)]
+        del o
+        got = self._call(mine)
+        found = [got.detach(), *gradients(got, list(mine.leaves().values()), mine.do)]
+        return {
+            name: furthest(x, layout.shard(y, self.context.rank), float(y.abs().max()))
+            for name, x, y in zip(("o", *leaves), found, wanted, strict=True)
+        }
+
+    def _timed(self, drawn: Drawn) -> dict[str, Any]:
+        leaves, do = list(drawn.leaves().values()), drawn.do
+        o = self._call(drawn)
+        gradients(o, leaves, do)  # kernels are compiled, buffers exist
+        del o
+        first = self._once(lambda: self._call(drawn).shape)
+        repeats = REPEATS if first < LONG_MS else FEW
+        forward, backward = [], []
+        for _ in range(repeats):
+            held: list[Tensor] = []
+            forward.append(self._once(lambda: held.append(self._call(drawn))))  # noqa: B023
+            backward.append(self._once(lambda: gradients(held.pop(), leaves, do)))  # noqa: B023
+        memory = extra_memory(lambda: self._call(drawn), leaves, do, True)
+        mib = {"forward": memory.forward, "backward": memory.backward}
+        row = {"ms": {"forward": statistics.median(forward)}}
+        row["ms"] |= {"backward": statistics.median(backward)}
+        row["each_ms"] = {"forward": forward, "backward": backward}
+        row["memory_mib"] = self._merged(mib, max)
+        if self.device.type == "cuda":
+            row["sending"] = self._sending(lambda: gradients(self._call(drawn), leaves, do))
+        return row
+
+    def _once(self, call: Callable[[], object]) -> float:
+        """ms of one call that all ranks begin together, by the slowest."""
+        wait(self.device)
+        dist.barrier()
+        began = mark(self.device)
+        call()
+        ended = mark(self.device)
+        wait(self.device)
+        return self._merged({"": 1e3 * seconds_between(began, ended)}, max)[""]
+
+    def _sending(self, call: Callable[[], object]) -> dict[str, float]:
+        wait(self.device)
+        dist.barrier()
+        with profile(activities=activities_of(self.device)) as seen:
+            call()
+            wait(self.device)
+        work = device_work(seen.events())
+        sent = [at for name, spans in work.items() if "nccl" in name.lower() for at in spans]
+        other = [at for name, spans in work.items() if "nccl" not in name.lower() for at in spans]
+        both = gaps(sent + other)
+        return {
+            "step_ms": both["step_ms"],
+            "sent_ms": gaps(sent)["busy_ms"] if sent else 0.0,
+            "alone_ms": both["busy_ms"] - gaps(other)["busy_ms"],
+        }
+
+    def _merged(self, values: Mapping[str, float], how: Callable) -> dict[str, float]:
+        """Values of all ranks of the launch by `how`."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, dict(values))
+        return {name: how(each[name] for each in every) for name in values}
+
+
+def mapped(drawn: Drawn, how: Callable[[Tensor], Tensor]) -> Drawn:
+    """Inputs whose tensors went through `how`, as leaves of a new graph."""
+
+    def one(x: Tensor | Mapping[str, Tensor]) -> Any:
+        if isinstance(x, Tensor):
+            return how(x.detach()).requires_grad_(x.requires_grad)
+        return {name: one(part) for name, part in x.items()}
+
+    return replace(drawn, **{n: one(x) for n, x in vars(drawn).items() if n != "shape"})
+
+
+def wide(drawn: Drawn) -> Drawn:
+    """The same inputs in fp64."""
+    return mapped(drawn, Tensor.double)
+
+
+def furthest(x: Tensor, y: Tensor, largest: float) -> float:
+    """Largest difference of [B, T, ...] relative to `largest`, some rows at a time."""
+    pairs = zip(x.split(COMPARED, 1), y.split(COMPARED, 1), strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs) / (largest or 1.0)
