@@ -87,7 +87,7 @@ def nothing_is_written() -> None:
     Tensor.new_empty = Tensor.new_zeros
 
 
-def reach_warps(name: str, sinks: bool) -> None:
+def reach_warps(name: str, sinks: bool, offset: bool = False) -> None:
     """Launches what specialized warps ever take of a forward and a backward, and little else."""
     from nsa.kernels import ops
     from nsa.kernels.hopper import launches
@@ -110,9 +110,12 @@ def reach_warps(name: str, sinks: bool) -> None:
     q, gates = tensor(tokens, heads * group, dim), tensor(tokens, heads * group, 3)
     k, v = tensor(tokens, heads, dim), tensor(tokens, heads, value_dim)
     given = q, k[:127], v[:127], k, v, k, v, gates, torch.zeros(heads * group, 3) if sinks else None
-    where = None, 1, sizes_of(NSAConfig()), dim**-0.5
-    o, *kept, blocks = ops.attend(*given, None, *where, True)
-    ops.attend_backward(o, *given, blocks, None, o, *kept, *where[1:], True)
+    where, among = (None, 1, sizes_of(NSAConfig()), dim**-0.5), ()
+    if offset:
+        among = torch.full((1,), tokens // 2, dtype=torch.int32), None, tokens
+        given = (q[: tokens // 2], *given[1:7], gates[: tokens // 2], given[-1])
+    o, *kept, blocks = ops.attend(*given, None, *where, True, *among)
+    ops.attend_backward(o, *given, blocks, None, o, *kept, *where[1:], True, *among)
 
 
 def reach_one_key(name: str) -> None:
@@ -324,7 +327,7 @@ if __name__ == "__main__":
     if kind == "one-key":
         reach_one_key(shape)
     elif kind.startswith("warps"):
-        reach_warps(shape, sinks)
+        reach_warps(shape, sinks, kind.endswith("offset"))
     else:
         # What is otherwise in long sequences is so whatever the call has beside them.
         lengths = {"odd": (1, 70), "packed-sinks": TOKENS[:1]}.get(kind, TOKENS)

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa.kernels.common import position_of
 from nsa.kernels.hopper.parts import let_by, once, ring, room, store
 from nsa.kernels.span_common import key_part, seen_by, sees
 
@@ -67,7 +68,7 @@ def _sum_keys(
     """Consumer warpgroup: dk and dv of its half of the keys. Scores are [keys, tokens]."""
     k_at, v_at, q_at, do_at, lines_at, loaded, full, empty = held
     first, tile_begin, tiles, step_begin, step_end = place
-    rows, token_rows, out_row = ends
+    rows, token_rows, out_row, sequence, starts = ends
     scale, scale2 = scales
     N: gl.constexpr = k_at.shape[3]
     M: gl.constexpr = q_at.shape[3]
@@ -80,7 +81,13 @@ def _sum_keys(
     by_token: gl.constexpr = gl.SliceLayout(0, scores)
 
     first += SIDE * N
-    begin, end, whole_begin, whole_end = seen_by(first, N, rows, token_rows, SPAN)
+    position = position_of(sequence, starts)
+    begin, end, whole_begin, whole_end = seen_by(first, N, rows, position + token_rows, SPAN)
+    if starts is not None:  # from positions to rows
+        begin = gl.maximum(begin - position, 0)
+        end -= position
+        whole_begin -= position
+        whole_end -= position
     # Steps that this half sees: a program's tile begins with the first half's and ends with the
     # second's.
     seen_low = (begin - tile_begin) // M
@@ -120,7 +127,7 @@ def _sum_keys(
             at = stage * (lines_at.shape[0] // STAGES)
             lse2_row = lines_at.index(at).reshape([M]).load(by_token)
             if (row < whole_begin) | (row + M > whole_end):
-                seen = sees((row + i)[None, :], s_keys, SPAN)
+                seen = sees((position + row + i)[None, :], s_keys, SPAN)
                 s = gl.where(seen & (row + i < token_rows)[None, :], s, float("-inf"))
                 # Rows that see no key have lse2 = -inf, and -inf - -inf is NaN.
                 lse2_row = gl.where(lse2_row == float("-inf"), 0.0, lse2_row)
@@ -147,13 +154,13 @@ def _sum_keys(
 
 @gluon.jit
 def dkdv_kernel(
-    q, k, v, do, lse2, delta, gate, dk, dv, strides, tokens, keys, scale, scale2,
+    q, k, v, do, lse2, delta, gate, dk, dv, strides, tokens, keys, starts, scale, scale2,
     SIZES: gl.constexpr, SPAN: gl.constexpr, EACH: gl.constexpr, SPLITS: gl.constexpr,
     TOGETHER: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`span_bwd_kernels.dkdv_kernel` for dense sequences; tokens, keys: numbers per sequence.
 
-    strides: strides of dk and of dv by (row, head, part).
+    strides: strides of dk and of dv by (row, head, part). starts: positions of first tokens.
     """
     M: gl.constexpr = q.block_shape[2]
     N: gl.constexpr = k.block_shape[2]
@@ -165,7 +172,11 @@ def dkdv_kernel(
     tiles_each = gl.cdiv(keys, 2 * N)
     sequence = tile // tiles_each
     first = tile % tiles_each * (2 * N)
-    begin, end, _, _ = seen_by(first, 2 * N, keys, tokens, SPAN)
+    position = position_of(sequence, starts)
+    begin, end, _, _ = seen_by(first, 2 * N, keys, position + tokens, SPAN)
+    if starts is not None:
+        begin = gl.maximum(begin - position, 0)
+        end -= position
     begin = begin // 4 * 4  # by TMA, a line starts at a multiple of 16 bytes
     tiles = gl.cdiv(gl.maximum(end - begin, 0), M)
     share = gl.cdiv(tiles * EACH, SPLITS)
@@ -185,7 +196,7 @@ def dkdv_kernel(
     of_part = (part % (G // EACH * SPLITS)).to(gl.int64)
     dk += kv_head.to(gl.int64) * strides[0][1] + of_part * strides[0][2]
     dv += kv_head.to(gl.int64) * strides[1][1] + of_part * strides[1][2]
-    ends = keys, tokens, sequence.to(gl.int64) * keys + first
+    ends = keys, tokens, sequence.to(gl.int64) * keys + first, sequence, starts
     rows, scales = (strides[0][0], strides[1][0]), (scale, scale2)
     heads = sequence, kv_head, first_head
     gl.warp_specialize(

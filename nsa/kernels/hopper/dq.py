@@ -82,12 +82,15 @@ def _sum_queries(
     behind = 0  # steps of the tiles before
     for number in range(gl.program_id(0), place[3], gl.num_programs(0)):
         turn = number // gl.num_programs(0)
-        head, sequence, first, base, steps = query_tile(number, place, SIZES.HQ, M, N, SPAN)
+        head, sequence, first, base, steps, begin = query_tile(number, place, SIZES.HQ, M, N, SPAN)
         first += SIDE * M
-        low, high, whole_low, whole_high = key_steps(first, M, base, steps, tokens, keys, N, SPAN)
+        low, high, whole_low, whole_high = key_steps(
+            begin + first, M, base, steps, begin + tokens, keys, N, SPAN
+        )
         start = sequence.to(gl.int64) * tokens
         wide_head = head.to(gl.int64)
         t = first + gl.arange(0, M, by_row)
+        position = begin + t
         at_row = wide_head * total + start + t
         lse2_rows = gl.load(lse2 + at_row, mask=t < tokens, other=float("-inf"))
         lse2_rows = gl.where(lse2_rows == float("-inf"), float("inf"), lse2_rows)
@@ -97,7 +100,7 @@ def _sum_queries(
             d = gl.arange(0, DV, gl.SliceLayout(0, values))
             at_newest = v_rows + sequence.to(gl.int64) * keys * of_values[0]
             at_newest += wide_head // SIZES.G * of_values[1]
-            newest = (seen_end(row, SPAN) - 1).to(gl.int64)
+            newest = (seen_end(begin + row, SPAN) - 1).to(gl.int64)
             at_newest = at_newest + newest[:, None] * of_values[0] + d[None, :]
             sees_any = (newest >= 0) & (row < tokens)
             v_newest = gl.load(at_newest, mask=sees_any[:, None], other=0.0).to(gl.float32)
@@ -128,7 +131,7 @@ def _sum_queries(
             )  # fmt: skip
             s = warpgroup_mma_wait(1, deps=[s])
             if (step < whole_low) | (step >= whole_high):
-                seen = sees(t[:, None], (base + step * N + i)[None, :], SPAN)
+                seen = sees(position[:, None], (base + step * N + i)[None, :], SPAN)
                 s = gl.where(seen, s, float("-inf"))
             p = gl.exp2(s * scale2 - lse2_rows[:, None])
             dp = warpgroup_mma_wait(0, deps=[dp])

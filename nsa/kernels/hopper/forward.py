@@ -70,10 +70,13 @@ def _attend(
     i = gl.arange(0, N, gl.SliceLayout(0, scores))
     behind = 0  # steps of the tiles before
     for number in range(gl.program_id(0), place[3], gl.num_programs(0)):
-        head, sequence, first, base, steps = query_tile(number, place, SIZES.HQ, M, N, SPAN)
+        head, sequence, first, base, steps, begin = query_tile(number, place, SIZES.HQ, M, N, SPAN)
         first += SIDE * M
-        low, high, whole_low, whole_high = key_steps(first, M, base, steps, tokens, keys, N, SPAN)
+        low, high, whole_low, whole_high = key_steps(
+            begin + first, M, base, steps, begin + tokens, keys, N, SPAN
+        )
         t = first + gl.arange(0, M, by_row)
+        position = begin + t
         m = gl.full([M], float("-inf"), gl.float32, by_row)
         acc = gl.zeros([M, DV], gl.float32, sums)
         let_by(behind, behind + low, k_full, k_empty, STAGES)
@@ -88,7 +91,7 @@ def _attend(
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage))
-        seen = sees(t[:, None], (base + low * N + i)[None, :], SPAN)
+        seen = sees(position[:, None], (base + low * N + i)[None, :], SPAN)
         p, m, rescale = weighed(gl.where(seen, s, float("-inf")), scale2, m)
         total = gl.sum(p, 1)
         p = truncated(p, dtype)
@@ -108,7 +111,7 @@ def _attend(
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_empty.index(stage))
             if (step < whole_low) | (step >= whole_high):
-                seen = sees(t[:, None], (base + step * N + i)[None, :], SPAN)
+                seen = sees(position[:, None], (base + step * N + i)[None, :], SPAN)
                 s = gl.where(seen, s, float("-inf"))
             p, m, rescale = weighed(s, scale2, m)
             total = total * rescale + gl.sum(p, 1)

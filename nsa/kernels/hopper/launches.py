@@ -89,7 +89,9 @@ def tile_for(
     q, _, v, *_ = operands
     looks_back = span is not None and span.lookback is not None
     tiles = FASTER.get((kernel, v.shape[2], looks_back), ())
-    found = next((tile for least, tile in tiles if tokens.length >= least), None)
+    # Queries at an offset see as much as the last of a sequence that is as long as its keys.
+    length = keys.length * span.stride if tokens.starts is not None and span else tokens.length
+    found = next((tile for least, tile in tiles if length >= least), None)
     if asked is None:
         many = q.shape[0] * q.shape[1] >= ENOUGH * 2 * HALF * processors(q.device)
         taken = found and many and why_not(kernel, tokens, keys, operands) is None
@@ -147,8 +149,6 @@ def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -
         return f"they are for Hopper, sm_90, and this is sm_{chip}"
     if not triton.__version__.startswith(TESTED):
         return f"Triton {triton.__version__} was not tested, but {', '.join(TESTED)}"
-    if tokens.starts is not None:
-        return "they take no queries at an offset of the keys"
     if not q.shape[2] == v.shape[2] in WIDTHS:
         return f"D and DV are {q.shape[2]} and {v.shape[2]}, not both one of {WIDTHS}"
     if not descriptors_fit(tokens, keys, *operands):
@@ -214,7 +214,7 @@ def launch_dkdv(
         _tiles(v, keys, tile.keys // 2), _tiles(do, tokens, tile.rows),
         *(_lines(x, tokens, tile.rows) for x in lines), *parts,
         tuple((*x.stride()[1:3], x.stride(0)) for x in parts),
-        tokens.length, keys.length, scale, scale * LOG2E,
+        tokens.length, keys.length, tokens.starts, scale, scale * LOG2E,
         SIZES=Sizes(heads, heads // kv_heads, q.shape[2], v.shape[2]), SPAN=felt(span, keys),
         EACH=each, SPLITS=splits, TOGETHER=together, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
@@ -249,7 +249,8 @@ def launch_dq(
         _tiles(q, tokens, tile.rows // 2), _tiles(k, keys, tile.keys), _tiles(v, keys, tile.keys),
         _tiles(do, tokens, tile.rows // 2), v, *rows, gates, dgates, dq,
         tuple(None if x is None else x.stride() for x in (v, gates, dgates, dq)),
-        (tokens.length, keys.length, tiles, tiles * heads), total, scale, scale * LOG2E,
+        (tokens.length, keys.length, tiles, tiles * heads, tokens.starts), total,
+        scale, scale * LOG2E,
         SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
         BRANCH=branch, STAGES=tile.stages, MAKE_DELTA=make_delta, ADD=add, num_warps=tile.warps,
     )  # fmt: skip
@@ -280,14 +281,14 @@ def launch_scores(
     """blocks [tokens, HKV, n] int32; arguments and result as in `topk.select_blocks`."""
     from nsa.kernels.hopper.scores import scores_kernel
 
-    tokens, config, kv_heads = sequences.tokens, sequences.config, k_cmp.shape[1]
+    tokens, config, kv_heads = sequences.queries, sequences.config, k_cmp.shape[1]
     tiles = tokens.tile_count(tile.rows)
     k_cmp, keys = in_columns(k_cmp, sequences.compressed, tile.keys)
     launch(
         scores_kernel, (min(tiles * kv_heads, processors(q.device)),),
         _tiles(q, tokens, tile.rows), _tiles(k_cmp, keys, tile.keys),
         _lines(lse2, tokens, tile.rows), blocks,
-        (tokens.length, tiles, kv_heads, tiles * kv_heads), scale * LOG2E,
+        (tokens.length, tiles, kv_heads, tiles * kv_heads, tokens.starts), scale * LOG2E,
         2**sequences.index_bits - 1, G=q.shape[1] // kv_heads, SPAN=compressed_span(config),
         CONFIG=config, SLOTS=max(8, next_power_of_two(config.select_count)),
         Q_STAGES=tile.stages, K_STAGES=2, num_warps=tile.warps,
@@ -319,7 +320,7 @@ def launch_forward(
         _tiles(q, tokens, tile.rows // 2), _tiles(k, keys, tile.keys), _tiles(v, keys, tile.keys),
         *out, gates, base, base_unit, sink2,
         tuple(None if x is None else x.stride() for x in (out[0], gates, base)),
-        (tokens.length, keys.length, tiles, tiles * heads), total, scale * LOG2E,
+        (tokens.length, keys.length, tiles, tiles * heads, tokens.starts), total, scale * LOG2E,
         SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
         BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
         num_warps=tile.warps,
@@ -328,9 +329,9 @@ def launch_forward(
 
 def _by_tiles(plan: Plan, sequences: Sequences, k: Tensor) -> tuple[tuple[int], tuple, Group]:
     """(grid, place and union, compile-time tile) of kernels whose warpgroups walk large tiles."""
-    union, tokens, kv_heads = plan.largest, sequences.tokens, k.shape[1]
+    union, tokens, kv_heads = plan.largest, sequences.queries, k.shape[1]
     tiles = tokens.tile_count(union.tokens_per_tile)
-    place = tokens.length, tiles, kv_heads, tiles * kv_heads
+    place = tokens.length, tiles, kv_heads, tiles * kv_heads, tokens.starts
     group = Group(union.tokens_per_tile, plan.heads, union.blocks.shape[2])
     grid = (min(ceil_div(place[3], 2), processors(k.device)),)
     return grid, (place, tuple(union.tensors())), group

@@ -20,18 +20,19 @@ from nsa.kernels.span_common import seen_end, seen_start
 @gluon.jit
 def query_tile(number, place, HQ: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
                SPAN: gl.constexpr):  # fmt: skip
-    """(head, sequence, first token, first key, steps of KEYS keys) of a tile of 2 ROWS tokens.
+    """(head, sequence, first token, first key, steps of KEYS keys, position of the sequence's first
+    token) of a tile of 2 ROWS tokens.
 
-    place: (tokens, keys, tiles of tokens, tiles of all heads). As `span_common.query_tile`, for
-    dense sequences; a tile has at least one step.
+    place: (tokens, keys, tiles of tokens, tiles of all heads, starts). As `span_common.query_tile`,
+    for dense sequences; a tile has at least one step.
     """
-    tokens, keys, tiles, _ = place
-    on_tokens, on_keys = (None, None, tokens, None), (None, keys)
+    tokens, keys, tiles, _, starts = place
+    on_tokens, on_keys = (None, None, tokens, starts), (None, keys)
     head, at, _, first, seen, _ = of_span(
         number, on_tokens, on_keys, tiles, HQ, SPAN, 2 * ROWS, False
     )
     steps = gl.cdiv(seen[1] - seen[0], KEYS)
-    return head, at[0], first, seen[0], gl.maximum(steps, 1)
+    return head, at[0], first, seen[0], gl.maximum(steps, 1), at[3]
 
 
 @gluon.jit
@@ -39,7 +40,7 @@ def key_steps(
     first, ROWS: gl.constexpr, base, steps, tokens, keys, KEYS: gl.constexpr, SPAN: gl.constexpr
 ):
     """(low, high, whole low, whole high): steps of KEYS keys after `base`, at least one, that some
-    of ROWS rows see, and those that every row sees completely."""
+    of ROWS rows from position `first` on see, and those that every row sees completely."""
     last = gl.minimum(first + ROWS, tokens) - 1
     low = gl.minimum((seen_start(first, SPAN) - base) // KEYS, steps - 1)
     high = gl.cdiv(gl.maximum(gl.minimum(seen_end(last, SPAN), keys) - base, 0), KEYS)

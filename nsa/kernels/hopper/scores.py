@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa.kernels.common import position_of
 from nsa.kernels.hopper.parts import let_by, ring, room
 from nsa.kernels.ranking import ILLEGAL, NONE, candidates, indices
 from nsa.kernels.span_common import seen_end
@@ -24,19 +25,22 @@ def together(G):
 
 @gluon.jit
 def _tile_at(number, place, ROWS: gl.constexpr, BLOCKS: gl.constexpr, CONFIG: gl.constexpr):
-    """(KV head, sequence, first token, steps of BLOCKS blocks, steps of the first warpgroup).
+    """(KV head, sequence, first token, steps of BLOCKS blocks, steps of the first warpgroup,
+    position of the sequence's first token).
 
-    place: (tokens of a sequence, tiles, KV heads, tiles of all). Tiles that see most come first;
-    one whose tokens select every legal block has no step.
+    place: (tokens of a sequence, tiles, KV heads, tiles of all, starts). Tiles that see most come
+    first; one whose tokens select every legal block has no step.
     """
-    tokens, tiles, kv_heads, _ = place
+    tokens, tiles, kv_heads, _, starts = place
     tile = tiles - 1 - number // kv_heads
     per_sequence = gl.cdiv(tokens, ROWS)
     first = tile % per_sequence * ROWS
-    last = gl.minimum(first + ROWS, tokens) - 1
+    sequence = tile // per_sequence
+    position = position_of(sequence, starts)
+    last = position + gl.minimum(first + ROWS, tokens) - 1
     legal = last // CONFIG.select_block + 1
     steps = gl.where(legal > CONFIG.select_count, gl.cdiv(legal, BLOCKS), 0)
-    return number % kv_heads, tile // per_sequence, first, steps, gl.cdiv(steps, 2)
+    return number % kv_heads, sequence, first, steps, gl.cdiv(steps, 2), position
 
 
 @gluon.jit
@@ -49,7 +53,7 @@ def _fetch_keys(
     taken = 0  # steps of the first warpgroup
     other = 0
     for number in range(gl.program_id(0), place[3], gl.num_programs(0)):
-        kv_head, sequence, _, steps, each = _tile_at(number, place, ROWS, N // STRIDES, CONFIG)
+        kv_head, sequence, _, steps, each, _ = _tile_at(number, place, ROWS, N // STRIDES, CONFIG)
         for step in range(each):
             for side in gl.static_range(2):
                 at = side * each + step
@@ -79,7 +83,7 @@ def _fetch_queries(
     TOGETHER: gl.constexpr = together(G)
     n = 0
     for number in range(gl.program_id(0), place[3], gl.num_programs(0)):
-        kv_head, sequence, first, _, each = _tile_at(number, place, ROWS, BLOCKS, CONFIG)
+        kv_head, sequence, first, _, each, _ = _tile_at(number, place, ROWS, BLOCKS, CONFIG)
         for step in range(each):
             for i in range(0, G, TOGETHER):
                 stage = n % STAGES
@@ -187,13 +191,12 @@ def _choose(
     n = 0  # stages of queries so far
     behind = 0  # steps of the tiles before
     for number in range(gl.program_id(0), place[3], gl.num_programs(0)):
-        kv_head, sequence, first, steps, each = _tile_at(number, place, M, BLOCKS, CONFIG)
+        kv_head, sequence, first, steps, each, begin = _tile_at(number, place, M, BLOCKS, CONFIG)
         start = sequence.to(gl.int64) * place[0]
-        t = first + rows
-        ends = seen_end(t, SPAN)
-        all_see = seen_end(first, SPAN)
+        ends = seen_end(begin + first + rows, SPAN)
+        all_see = seen_end(begin + first, SPAN)
         best_t = first + gl.arange(0, M, by_best)
-        own = best_t // CONFIG.select_block
+        own = (begin + best_t) // CONFIG.select_block
         # All different, and below whatever is found.
         best = gl.zeros([M, SLOTS], gl.int32, pooled) + (slot + SIDE * SLOTS + ILLEGAL)
         left_over = gl.zeros([M], gl.float32, by_best)

@@ -9,15 +9,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.common import in_units, rest_of, sunk, truncated
+from nsa.kernels.common import in_units, position_of, rest_of, sunk, truncated
 from nsa.kernels.hopper.parts import fetch_step, ring, room, wide
 from nsa.kernels.selected import rounds
 
 
 @gluon.jit
 def tile_at(number, place, union, TILE: gl.constexpr):
-    """(sequence, KV head, first token, pointers to blocks and to members, number of blocks)."""
-    tokens, tiles, kv_heads, _ = place
+    """(sequence, KV head, first token, pointers to blocks and to members, number of blocks, the
+    first token's position)."""
+    tokens, tiles, kv_heads, _, starts = place
     blocks, members, counts = union
     kv_head = number // tiles
     per_sequence = gl.cdiv(tokens, TILE.tokens)
@@ -25,7 +26,9 @@ def tile_at(number, place, union, TILE: gl.constexpr):
     first = number % tiles % per_sequence * TILE.tokens
     at = (number % tiles).to(gl.int64) * kv_heads + kv_head
     count = gl.load(counts + at)
-    return sequence, kv_head, first, blocks + at * TILE.slots, members + at * TILE.slots, count
+    blocks += at * TILE.slots
+    members += at * TILE.slots
+    return sequence, kv_head, first, blocks, members, count, position_of(sequence, starts) + first
 
 
 @gluon.jit
@@ -40,11 +43,11 @@ def fetch_blocks(
     N: gl.constexpr = k.block_shape[2]
     n = 0
     for number in range(2 * gl.program_id(0) + SIDE, place[3], 2 * gl.num_programs(0)):
-        sequence, kv_head, first, blocks, _, count = tile_at(number, place, union, TILE)
+        sequence, kv_head, _, blocks, _, count, position = tile_at(number, place, union, TILE)
         ahead = gl.load(blocks, mask=count > 0, other=0)
         steps = gl.maximum(count, 1)
         if TWICE:
-            steps *= rounds(first, N, TILE.slots, TILE.tokens)
+            steps *= rounds(position, N, TILE.slots, TILE.tokens)
         for i in range(steps):
             where = [sequence, kv_head, ahead * N, 0]
             after = i + 1
@@ -129,7 +132,9 @@ def _attend(
     token = r // HEADS
     n = 0  # blocks so far
     for number in range(2 * gl.program_id(0) + SIDE, place[3], 2 * gl.num_programs(0)):
-        sequence, kv_head, first, blocks, members, count = tile_at(number, place, union, TILE)
+        sequence, kv_head, first, blocks, members, count, position = tile_at(
+            number, place, union, TILE
+        )
         start = sequence.to(gl.int64) * tokens + first
         left = gl.minimum(tokens - first, TILE.tokens)
         there = (wide_r // HEADS < left)[:, None]
@@ -147,7 +152,7 @@ def _attend(
         s = times_block(q_tile, k_at, k_full, n, SIDE, STAGES, scores)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage))
-        p, m, rescale = _weighed(s, scale2, m, block, member, first, token, i)
+        p, m, rescale = _weighed(s, scale2, m, block, member, position, token, i)
         total = gl.sum(p, 1)
         p = truncated(p, dtype)
         kept = gl.sum(p, 1)
@@ -166,7 +171,7 @@ def _attend(
             member = gl.load(members + step + 1, mask=step + 1 < count, other=0)
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_empty.index(stage))
-            p, m, rescale = _weighed(s, scale2, m, this, these, first, token, i)
+            p, m, rescale = _weighed(s, scale2, m, this, these, position, token, i)
             total = total * rescale + gl.sum(p, 1)
             p = truncated(p, dtype)
             kept = kept * rescale + gl.sum(p, 1)
@@ -239,8 +244,8 @@ def selected_kernel(
 ):  # fmt: skip
     """`selected_fwd._selected_forward` for dense sequences; strides: of q, o, gates and base_o.
 
-    place: (tokens of a sequence, tiles of a KV head, KV heads, tiles). union: blocks, members and
-    counts of each. The two warpgroups walk different tiles and share nothing.
+    place: (tokens of a sequence, tiles of a KV head, KV heads, tiles, starts). union: blocks,
+    members and counts of each. The two warpgroups walk different tiles and share nothing.
     """
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_at = gl.allocate_shared_memory(k.dtype, [2, ROWS, k.block_shape[3]], flat)

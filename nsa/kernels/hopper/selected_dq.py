@@ -62,7 +62,9 @@ def _sum_queries(
     token = r // HEADS
     n = 0  # blocks so far
     for number in range(2 * gl.program_id(0) + SIDE, place[3], 2 * gl.num_programs(0)):
-        sequence, kv_head, first, blocks, members, count = tile_at(number, place, union, TILE)
+        sequence, kv_head, first, blocks, members, count, position = tile_at(
+            number, place, union, TILE
+        )
         start = sequence.to(gl.int64) * tokens + first
         left = gl.minimum(tokens - first, TILE.tokens)
         there = (wide_r // HEADS < left)[:, None]
@@ -91,7 +93,7 @@ def _sum_queries(
         if kept is not None:
             share = gl.load(kept + at_row, mask=valid, other=0.0)
         acc = gl.zeros([M, D], gl.float32, sums)
-        for _ in range(rounds(first, N, TILE.slots, TILE.tokens)):
+        for _ in range(rounds(position, N, TILE.slots, TILE.tokens)):
             acc = gl.zeros([M, D], gl.float32, sums)
             # Tokens that selected nothing take one step, too, that they see nothing of.
             block = gl.load(blocks, mask=count > 0, other=0)
@@ -102,7 +104,7 @@ def _sum_queries(
             dp = times_block(do_tile, v_at, v_full, n, SIDE, V_STAGES, scores)
             s = warpgroup_mma_wait(1, deps=[s])
             sees = ((member >> token) & 1) == 1
-            p = _probabilities(s, scale2, lse2_rows, sees, block, first, token, i)
+            p = _probabilities(s, scale2, lse2_rows, sees, block, position, token, i)
             block = gl.load(blocks + 1, mask=count > 1, other=0)
             member = gl.load(members + 1, mask=count > 1, other=0)
             dp = warpgroup_mma_wait(0, deps=[dp])
@@ -123,7 +125,7 @@ def _sum_queries(
                 block = gl.load(blocks + step + 1, mask=step + 1 < count, other=0)
                 member = gl.load(members + step + 1, mask=step + 1 < count, other=0)
                 s = warpgroup_mma_wait(2, deps=[s])
-                p = _probabilities(s, scale2, lse2_rows, sees, this, first, token, i)
+                p = _probabilities(s, scale2, lse2_rows, sees, this, position, token, i)
                 dp = warpgroup_mma_wait(1, deps=[dp])
                 mbarrier.arrive(v_empty.index(of_v))
                 ds = p * (dp - shift[:, None])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import gluon_emulator
 import pytest
@@ -127,6 +128,66 @@ def test_sinks_take_their_share_as_accurately_as_by_plain_torch(run, number):
     run(seed=number)
     case, gated = CASES[number]
     check(by_warps(replace(case, sink=True), number), gated)
+
+
+def at_offset(axis: Axis, start: int) -> Axis:
+    """The rows from `start` of each sequence on, which keep their positions."""
+    starts = torch.full((axis.count,), start, dtype=torch.int32, device=DEVICE)
+    return Axis(axis.count, axis.length - start, starts=starts)
+
+
+def newest(x: torch.Tensor, axis: Axis, start: int) -> torch.Tensor:
+    """The rows of x from `start` of each sequence on."""
+    return x.unflatten(0, (axis.count, axis.length))[:, start:].flatten(0, 1).contiguous()
+
+
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    for name, value in want.items():
+        largest = value[value.isfinite()].abs().max().float()
+        assert torch.equal(got[name].isfinite(), value.isfinite()), name
+        error = torch.where(value == got[name], 0.0, (got[name] - value).float()).abs().max()
+        assert error <= 0.02 * largest, (name, float(error), float(largest))
+
+
+@pytest.mark.parametrize(("number", "start"), [(0, 140), (1, 52), (2, 1096), (3, 100), (4, 132)])
+def test_queries_at_an_offset_come_out_as_by_tritons_kernels(run, number, start):
+    run(seed=number)
+    case, gated = CASES[number]
+    problem = Problem(by_warps(case, number))
+    axis, problem.tokens = problem.tokens, at_offset(problem.tokens, start)
+    for name in ("q", "do", "base", "gates"):
+        setattr(problem, name, newest(getattr(problem, name), axis, start))
+    got = problem.kernels(gated)
+    problem.chosen["specialized"] = False
+    assert_close(got, problem.kernels(gated))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "start"), [(0, 170), (1, 61), (2, 70), (4, 5)])
+def test_selected_blocks_of_queries_at_an_offset_are_attended_to_as_by_triton(run, number, start):
+    run(seed=number)
+    with torch.device(DEVICE):
+        case = CHOSEN[number]
+        sequences, given = case.sequences(), case.draw()
+        axis = sequences.tokens
+        of_queries = [name for name in given if name not in ("k", "v")]
+        given |= {name: newest(given[name], axis, start) for name in of_queries}
+        late = replace(sequences, offset=at_offset(axis, start))
+        case = partial(selected, SimpleNamespace(**vars(case), sequences=lambda: late), given)
+        assert_close(case(specialized=True), case(specialized=False))
+
+
+@pytest.mark.parametrize(("number", "start"), [(0, 100), (1, 300), (2, 12), (3, 404)])
+def test_queries_at_an_offset_select_as_by_tritons_kernels(run, number, start):
+    run(seed=number)
+    q, k_cmp, lse2, sequences, scale = scored(*SCORED[number], number)
+    axis = sequences.tokens
+    given = newest(q, axis, start), k_cmp, newest(lse2.T, axis, start).T.contiguous()
+    given += replace(sequences, offset=at_offset(axis, start)), scale
+    by_triton = select_blocks(*given, specialized=False)
+    differ = select_blocks(*given, specialized=True) != by_triton
+    assert by_triton.max() > start // sequences.config.select_block  # their positions count
+    assert differ.float().mean() < 0.01  # importances that are equal but for their last bits
 
 
 @pytest.mark.full
@@ -517,6 +578,7 @@ def test_asked_for_by_name_they_run_or_say_why_not():
         ("main", 128, "warps"),
         ("narrow", 64, "warps-with-sinks"),
         pytest.param("main", 128, "warps-with-sinks", marks=pytest.mark.long),
+        pytest.param("main", 128, "warps-offset", marks=pytest.mark.long),
         pytest.param("narrow", 64, "warps", marks=pytest.mark.long),
     ],
 )
