@@ -136,6 +136,8 @@ def opened(folder: str | os.PathLike) -> Shards:
 def _files(package: Distribution, seen: set[bytes], room: int | None) -> list[bytes]:
     """Texts of a package's files that are not in `seen`, to which they are added."""
     found, left = [], float("inf") if room is None else room
+    if left <= 0:
+        return []
     for file in sorted(package.files or (), key=str):
         if file.suffix not in SUFFIXES:
             continue

@@ -15,7 +15,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def run(
 
     A cell that fails leaves a row whose outcome is "error", and the others run.
     """
-    from workbook.rooms.quality.child import AMOUNTS, Amounts, OutOfTime, run_cell
+    from workbook.rooms.quality.child import OutOfTime, amounts_of, run_cell
 
     out, work = Path(arguments.out), _work(arguments)
     out.mkdir(parents=True, exist_ok=True)
@@ -92,8 +91,7 @@ def run(
     if not gpu:  # nothing is compiled
         setup = evaluation = 0.0
     given = {"device": _device(arguments), "compile": gpu and arguments.compile}
-    amounts = replace(AMOUNTS.get(arguments.model, Amounts()), longest=arguments.longest)
-    given |= {"amounts": amounts, "say": _say}
+    given |= {"amounts": amounts_of(cells[0], arguments.longest), "say": _say}
     took: dict[tuple[str, int], float] = {}
     with (out / "rows.jsonl").open("w", encoding="utf-8") as lines:
         for cell in cells:

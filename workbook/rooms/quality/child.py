@@ -1,6 +1,7 @@
 """One cell: trained until it is done or time is up, resumed where it stopped, then evaluated."""
 
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from nsa.attention import witness
 from nsa.model import saving
 from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.parallel import SINGLE
-from nsa.model.shards import Shards
+from nsa.model.shards import Shards, opened
 from nsa.model.train import Trainer
 from workbook.lab.measure.positions import ByPosition, by_position
 from workbook.lab.measure.selections import selections
@@ -41,7 +42,7 @@ class Amounts:
     longest: int = 4  # times the trained length
 
 
-AMOUNTS = {"tiny": Amounts(1 << 14, 1 << 15, 8)}  # by model, where they are others
+AMOUNTS = {"tiny": Amounts(1 << 12, 1 << 14, 4)}  # by model, where they are others
 
 
 @dataclass
@@ -56,6 +57,23 @@ class _Kept:
 
 class OutOfTime(Exception):
     """Time is up; what the cell has done is saved."""
+
+
+def train_cell(spec: dict[str, Any]) -> dict[str, Any]:
+    """Entry of a child process: {"cell", "text" its folder, "device", "threads", "longest"} -> row.
+    Nothing of the training is kept."""
+    if spec.get("threads"):
+        torch.set_num_threads(spec["threads"])
+    cell = Cell.from_dict(spec["cell"])
+    amounts = amounts_of(cell, spec["longest"])
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"device": spec["device"], "compile": spec["device"] == "cuda", "amounts": amounts}
+        return run_cell(cell, opened(spec["text"]), Path(folder), **given)
+
+
+def amounts_of(cell: Cell, longest: int) -> Amounts:
+    """How much is evaluated of a cell, up to `longest` times its length."""
+    return replace(AMOUNTS.get(cell.model, Amounts()), longest=longest)
 
 
 def run_cell(
@@ -109,7 +127,7 @@ def run_cell(
                 kept.curve.append([trainer.steps_done * cell.batch_tokens, seconds, bits])
                 _save(trainer, kept, folder)
                 say(f"step {trainer.steps_done} of {cell.steps}: {bits:.4f} bits, {seconds:.0f} s")
-            elif clock() > until:
+            if clock() > until and trainer.steps_done < cell.steps:
                 _save(trainer, kept, folder)
                 raise OutOfTime(f"{cell.name} saved after step {trainer.steps_done}")
         row = _facts(cell, trainer, kept, seen.record(), shards)
