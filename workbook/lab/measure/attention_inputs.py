@@ -70,8 +70,8 @@ class Drawn:
 def draw(shape: Shape, device: str | torch.device = "cpu") -> Drawn:
     """Draw inputs of unit variance, gates uniform in 0..1; deterministic for a shape and device.
 
-    Queries are white ("random") or an AR(1) process over tokens with COEFFICIENT ("correlated");
-    keys, values and dO are white.
+    Queries are white ("random"), an AR(1) process over tokens with COEFFICIENT ("correlated"), or
+    one fitted to trained models ("captured"); keys, values and dO are white.
     """
     generator = torch.Generator(device).manual_seed(shape.seed)
     rows, dtype = (shape.batch, shape.tokens), shape.torch_dtype
@@ -87,6 +87,12 @@ def draw(shape: Shape, device: str | torch.device = "cpu") -> Drawn:
 
     if shape.queries == "random":
         q = normal(shape.heads, shape.dim)
+    elif shape.queries == "captured":
+        from workbook.lab.measure.captured import switching, table_for
+
+        size = (*rows, shape.kv_heads, shape.group * shape.dim)
+        q = switching(size, table_for(shape.tokens), generator, dtype)
+        q = q.unflatten(3, (shape.group, -1)).flatten(2, 3)
     else:
         size = (*rows, shape.heads * shape.dim)
         q = autoregressive(size, COEFFICIENT, generator, dtype).unflatten(2, (shape.heads, -1))

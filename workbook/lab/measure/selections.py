@@ -18,7 +18,8 @@ from workbook.lab.observers.attention_stats import (
     with_blocks,
 )
 
-NEIGHBOURS = (4, 8, 64)  # consecutive queries whose blocks are united
+UNITED = 8  # consecutive queries whose blocks our kernels unite
+NEIGHBOURS = (4, UNITED, 64)  # numbers of them whose unions are counted
 Blocks = Int[Tensor, "B T HKV N"]  # -1 where a slot is empty
 
 
