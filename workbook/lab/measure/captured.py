@@ -25,11 +25,14 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.reference.compress import Phi, compress_keys
-from workbook.lab.measure.attention_inputs import importance_at, mean_union, select_at
+from workbook.lab.measure.attention_inputs import (
+    importance_at,
+    mean_union,
+    select_at,
+)
 from workbook.lab.measure.selections import UNITED, union_histogram
 from workbook.lab.measure.shapes import CAPTURED, Shape
 
-RUN = 64  # tokens of one coefficient
 COUNT = 64  # coefficients of a table, of equal weight
 GRID = np.concatenate(([0.0], np.logspace(-5, 0, 21)))  # 1 - coefficient
 ROUNDS = 6  # of the fit
@@ -111,35 +114,6 @@ def fit(histogram: Histogram, shape: Shape, tiles: int = 64) -> list[float]:
         # Its own scatter widens what was asked for: ask for less, quantile by quantile.
         target = np.maximum.accumulate(target + 0.7 * (wanted - quantiles(made)))
     return best[1]
-
-
-def switching(
-    size: tuple[int, int, int, int], table: Sequence[float], random: torch.Generator, dtype
-) -> Tensor:
-    """Draw [B, T, HKV, F]: x[t] = a x[t-1] + sqrt(1 - a^2) e[t] with variance 1, where each RUN of
-    tokens and head draws its `a` from the table."""
-    batch, tokens, heads, features = size
-    device = random.device
-    given = torch.tensor(table, device=device, dtype=torch.float32)
-    step = torch.arange(RUN + 1, device=device)
-    lag = (step[1:, None] - step[None, 1:]).clamp(min=0)
-    x = torch.empty(size, dtype=dtype, device=device)
-    last = torch.randn((batch, heads, 1, features), generator=random, device=device)
-    for start in range(0, tokens, RUN):
-        a = given[torch.randint(len(given), (heads, 1, 1), generator=random, device=device)]
-        response = torch.tril(a**lag) * (1 - a * a).clamp(min=0).sqrt()
-        noise = torch.randn((batch, heads, RUN, features), generator=random, device=device)
-        made = response @ noise + a ** step[1:, None] * last
-        x[:, start : start + RUN] = made[:, :, : tokens - start].transpose(1, 2)
-        last = made[:, :, -1:]
-    return x
-
-
-def table_for(tokens: int, file: Path = CAPTURED) -> list[float]:
-    """The stored coefficients of the length nearest to `tokens`, by ratio."""
-    stored = json.loads(file.read_text(encoding="utf-8"))["lengths"]
-    nearest = min(stored, key=lambda n: abs(np.log(int(n) / tokens)))
-    return stored[nearest]["coefficients"]
 
 
 def store(rows: Sequence[Mapping[str, Any]], file: Path = CAPTURED, **sizes: int) -> dict[str, Any]:

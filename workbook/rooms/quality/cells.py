@@ -1,4 +1,4 @@
-"""What is compared: arms of one model, each a seed and a length, on equal tokens."""
+"""Cells of the comparison: arms of one model, each a seed and a length, on equal tokens."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -29,12 +29,13 @@ CHUNK = 16  # steps between looks at the clock
 TIMES = (1, 2, 4)  # of the trained length, at which tasks are asked
 SELECTED_AT = (8192, 32768)  # lengths of the text whose selections are described, and T itself
 HELD_OUT_SEED = 1337  # of evaluation: every arm and seed reads the same passages
+SEEN = ("gates", "entropy", "union_mean", "forced", "first_anyway", "local_anyway")
 LEFT_OUT = 3  # first steps of a process, which compile
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is evaluated, in bytes of held-out text and rows of a task."""
+    """Amounts of an evaluation, in bytes of held-out text and rows of a task."""
 
     look: int = 1 << 19  # along the training
     held_out: int = 1 << 21  # at its end, at each length
@@ -42,15 +43,16 @@ class Amounts:
     longest: int = 4  # times the trained length
 
 
-AMOUNTS = {"tiny": Amounts(1 << 12, 1 << 14, 4)}  # by model, where they are others
+AMOUNTS = {"tiny": Amounts(1 << 11, 1 << 13, 2)}  # by model, where they are others
 
 
 @dataclass
 class _Kept:
-    """What a cell's training has brought so far, beside its checkpoint."""
+    """Numbers of a cell's training so far, beside its checkpoint."""
 
     losses: list[float]  # nats, of every step
     curve: list[list[float]]  # [bytes, seconds of training, bits a byte on held-out text]
+    selected: list[dict[str, Any]]  # at the same looks: "bytes", and SEEN of each layer
     seconds: float = 0.0  # of training, compiling steps left out
     timed: int = 0  # steps in them
 
@@ -72,7 +74,7 @@ def train_cell(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def amounts_of(cell: Cell, longest: int) -> Amounts:
-    """How much is evaluated of a cell, up to `longest` times its length."""
+    """Amounts to evaluate a cell with, up to `longest` times its length."""
     return replace(AMOUNTS.get(cell.model, Amounts()), longest=longest)
 
 
@@ -125,6 +127,11 @@ def run_cell(
                 bits = measure(held_out, cell.tokens, amounts.look).bits
                 seconds = kept.seconds / max(1, kept.timed) * trainer.steps_done
                 kept.curve.append([trainer.steps_done * cell.batch_tokens, seconds, bits])
+                if _selects(trainer.model):
+                    ids = held_out.batch(0, 1, cell.tokens, trainer.device)[0]
+                    layers = selections(_eager(trainer.model), ids, cell.precision)
+                    layers = [{name: layer[name] for name in SEEN} for layer in layers]
+                    kept.selected.append({"bytes": kept.curve[-1][0], "layers": layers})
                 _save(trainer, kept, folder)
                 say(f"step {trainer.steps_done} of {cell.steps}: {bits:.4f} bits, {seconds:.0f} s")
             if clock() > until and trainer.steps_done < cell.steps:
@@ -136,6 +143,10 @@ def run_cell(
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "row.json", row)
     return row
+
+
+def _selects(model: LanguageModel) -> bool:
+    return model.config.attention == "nsa" and model.config.force_branch in (None, "slc")
 
 
 def _finite(kept: _Kept) -> bool:
@@ -154,7 +165,7 @@ def _resumed(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> _Kep
             trainer.load(file)
             say(f"resumed after step {trainer.steps_done}")
             return _Kept(**numbers)
-    return _Kept([], [])
+    return _Kept([], [], [])
 
 
 def _save(trainer: Trainer, kept: _Kept, folder: Path) -> None:
@@ -203,6 +214,7 @@ def _facts(
         "tokens_s": each and cell.batch_tokens / each,
         "losses": _thinned(kept.losses),
         "curve": kept.curve,
+        "selected": kept.selected,
         "paths": seen["paths"],
         "device": name,
         "torch": torch.__version__,
@@ -237,7 +249,7 @@ def _evaluated(
             found = measure(asked, tokens, amounts.rows * tokens)
             tasks.setdefault(kind, {})[str(tokens)] = [found.accuracy, found.bits]
     eager = _eager(model)
-    if model.config.attention == "nsa" and model.config.force_branch in (None, "slc"):
+    if _selects(model):
         wanted = {cell.tokens, *SELECTED_AT}
         for tokens in sorted(n for n in wanted if n <= amounts.longest * cell.tokens):
             ids = held_out.batch(0, 1, tokens, next(eager.parameters()).device)[0]

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from workbook.rooms.quality import table
 from workbook.rooms.quality.cells import BASE
 from workbook.rooms.quality.planted import KINDS
@@ -84,6 +86,31 @@ def tasks(rows: Rows, note: str):
             axes.set_xscale("log", base=2)
             axes.set(xlabel="length of the row", ylabel="share of bytes", ylim=(-0.03, 1.03))
             looks.title(axes, kind, note)
+    return fig
+
+
+def selection_while_training(rows: Rows, note: str):
+    """Plot NSA's gates, as shares of their sum, and how many blocks 64 neighbours select together,
+    against bytes seen: means over layers, a line a seed and length."""
+    mine = [row for row in rows if row["outcome"] == "ok" and row["cell"]["arm"] == BASE]
+    mine = [row for row in mine if row.get("selected")]
+    if not mine:
+        return looks.nothing(NOTHING)
+    with looks.figure(2, 2.8) as (fig, (shares, united)):
+        for row in mine:
+            seen = [look["bytes"] for look in row["selected"]]
+            gates = np.array([[x["gates"] for x in look["layers"]] for look in row["selected"]])
+            gates = (gates / gates.sum(-1, keepdims=True)).mean(1)
+            for number, name in enumerate(("compressed", "selected", "window")):
+                shares.plot(seen, gates[:, number], color=looks.series(number)[0], label=name)
+            unions = [[x["union_mean"]["64"] for x in look["layers"]] for look in row["selected"]]
+            line, at = table.lengths(mine).index(row["cell"]["tokens"]), row["cell"]["tokens"]
+            look = {"color": looks.series(3 + line)[0], "label": f"text of {looks.length(at)}"}
+            united.plot(seen, np.mean(unions, 1), **look)
+        shares.set(xlabel="bytes seen", ylabel="share of the gates", ylim=(0, 1))
+        united.set(xlabel="bytes seen", ylabel="distinct blocks")
+        looks.title(shares, "gates", note)
+        looks.title(united, "64 neighbours", note)
     return fig
 
 

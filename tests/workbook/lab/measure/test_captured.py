@@ -7,7 +7,8 @@ from nsa.attention.branches import select_blocks
 from nsa.config import NSAConfig
 from nsa.reference.compress import Phi, compress_keys
 from workbook.lab.measure import attention_inputs, captured, shapes
-from workbook.lab.measure.captured import UNITED, distance, fit, real, simulated, switching
+from workbook.lab.measure.attention_inputs import RUN, switching, table_for
+from workbook.lab.measure.captured import UNITED, distance, fit, real, simulated
 from workbook.lab.measure.selections import union_histogram
 from workbook.lab.measure.shapes import Shape
 
@@ -73,8 +74,8 @@ def test_a_table_of_one_coefficient_is_an_autoregressive_process_across_runs(a):
     x = switching((2, 1000, 3, 64), [a], random, torch.float32)
     assert x.shape == (2, 1000, 3, 64)
     assert float(x.var()) == pytest.approx(1.0, abs=0.05)
-    for first in (10, captured.RUN - 1):
-        pairs = x[:, first :: captured.RUN][:, :15], x[:, first + 1 :: captured.RUN][:, :15]
+    for first in (10, RUN - 1):
+        pairs = x[:, first::RUN][:, :15], x[:, first + 1 :: RUN][:, :15]
         together = float((pairs[0] * pairs[1]).mean())
         assert together == pytest.approx(a, abs=0.06)
 
@@ -102,14 +103,14 @@ def test_a_description_is_stored_small_and_read_by_the_nearest_length(tmp_path, 
     line = made["lengths"]["1024"]
     assert line["union"] == {n: 2 * count for n, count in sorted(model.items())}
     assert line["distance"] < 0.05 and len(line["coefficients"]) == captured.COUNT
-    assert captured.table_for(65536, file) == line["coefficients"] and len(file.read_bytes()) < 4096
+    assert table_for(65536, file) == line["coefficients"] and len(file.read_bytes()) < 4096
     with pytest.raises(ValueError, match="the rows hold no selections of the arm 'nsa'"):
         captured.store(rows(model)[2:], file)
 
 
 def test_captured_queries_are_a_kind_as_soon_as_they_are_stored(monkeypatch, table):
     monkeypatch.setattr(shapes, "QUERIES", (*shapes.QUERIES, "captured"))
-    monkeypatch.setattr(captured, "table_for", lambda tokens: table)
+    monkeypatch.setattr(attention_inputs, "table_for", lambda tokens: table)
     one = Shape(1024, 4, 2, 16, 16, dtype="fp32", queries="captured", config=CONFIG)
     first, again = (attention_inputs.draw(one) for _ in range(2))
     assert first.q.shape == (1, 1024, 4, 16) and torch.equal(first.q, again.q)

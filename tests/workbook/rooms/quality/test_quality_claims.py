@@ -17,13 +17,19 @@ def row(arm, seed, bits=1.5, accuracy=0.9, fall=0.3, seconds=100.0, **changes):
     ends = [64 << n for n in range(8)]
     tasks = {kind: {str(n * T): [accuracy, 1.0] for n in (1, 2)} for kind in trials.KINDS}
     layer = {"gates": [0.2, 0.3, 0.5], "entropy": 1.0, "union": {"4": {"20": 3, "22": 1}}}
-    layer |= {"union_mean": {"4": 20.5}, "forced": 0.2, "first_anyway": 0.5, "local_anyway": 0.9}
+    layer |= {
+        "union_mean": {"4": 20.5, "64": 60.0},
+        "forced": 0.2,
+        "first_anyway": 0.5,
+        "local_anyway": 0.9,
+    }
     found = {
         "cell": cell, "outcome": "ok", "bits": bits, "parameters": 21, "tokens_s": 1e5,
         "device": "a GPU", "torch": "2", "tasks": tasks,
         "curve": [[1, seconds / 2, bits + 1.0], [2, seconds, bits]],
         "by_position": {str(T): {str(e): bits + (fall if e <= 2048 else 0) for e in ends}},
         "selections": {str(T): [layer]} if arm == "nsa" else {},
+        "selected": [{"bytes": n, "layers": [layer]} for n in (1, 2)] if arm == "nsa" else [],
     }  # fmt: skip
     return found | changes
 
@@ -109,6 +115,7 @@ def test_plots_draw_rows_and_say_where_there_are_none():
     for fig in (
         plots.by_position(found, "note"), plots.while_training(found, "note", True),
         plots.tasks(found, "note"), plots.unions(found, "note"),
+        plots.selection_while_training(found, "note"),
     ):  # fmt: skip
         assert any(axes.lines or axes.collections for axes in fig.axes)
     for empty in (plots.by_position([], ""), plots.tasks([], ""), plots.unions([], "")):

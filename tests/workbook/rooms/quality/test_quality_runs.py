@@ -49,7 +49,16 @@ def test_a_cell_cut_off_in_the_middle_goes_on_bit_for_bit(tmp_path, text, monkey
     said = []
     again = run_cell(one, text, tmp_path / "cut", device="cpu", amounts=FEW, say=said.append)
     assert said[0] == "resumed after step 5"
-    for name in ("losses", "bits", "by_position", "tasks", "selections", "steps", "outcome"):
+    for name in (
+        "losses",
+        "bits",
+        "by_position",
+        "tasks",
+        "selections",
+        "selected",
+        "steps",
+        "outcome",
+    ):
         assert again[name] == row[name]
     assert [bits for *_, bits in again["curve"]] == [bits for *_, bits in row["curve"]]
     for name, weight in weights(tmp_path / "whole", one).items():
@@ -64,6 +73,7 @@ def test_a_row_has_what_the_question_asks_for_and_is_not_made_twice(tmp_path, te
     assert list(row["by_position"]) == ["512"] and row["by_position"]["512"][512] > 0
     assert set(row["tasks"]) == {"needle", "recall", "tracking"}
     assert [len(layers) for layers in row["selections"].values()] == [2]
+    assert [look["bytes"] for look in row["selected"]] == [seen for seen, *_ in row["curve"]]
     assert row["data"]["sha256"] == text.manifest["sha256"]
     assert row["losses"][0] > row["losses"][-1]
     monkeypatch.setattr(child, "trainer_at", None)  # which would be called to train
