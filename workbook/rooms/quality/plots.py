@@ -84,6 +84,8 @@ def tasks(rows: Rows, note: str):
                         name = f"{arm}, trained at {looks.length(tokens)}"
                         _band(axes, curves, number, name, ("-", "--", ":")[line % 3])
             axes.set_xscale("log", base=2)
+            asked = {int(at) for row in rows for at in row.get("tasks", {}).get(kind, ())}
+            looks.plain_ticks(axes, asked)
             axes.set(xlabel="length of the row", ylabel="share of bytes", ylim=(-0.03, 1.03))
             looks.title(axes, kind, note)
     return fig
