@@ -9,7 +9,9 @@ import hashlib
 import os
 import platform
 import queue
+import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from array import array
@@ -27,10 +29,10 @@ from torch import Tensor
 from nsa.model.parallel import Parallel
 from nsa.parallel.layout import IGNORED
 
-MAX_BYTES = 64 * 2**20
 EVALUATION = 2**40  # first evaluation batch, beyond any training
 _NOT_TEXT = {"__pycache__", "site-packages", "dist-packages"}
 _POLL_S = 0.1
+_CHUNK = 1 << 20  # bytes
 
 Device = str | torch.device
 Batch = tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]
@@ -67,33 +69,38 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Text:
-    """Files as one sequence of bytes (vocabulary 256), read lazily."""
+    """Files as one sequence of bytes (vocabulary 256), read lazily and mapped into memory: text
+    of any size takes the memory of the pages that batches touch."""
 
     name: str
     files: tuple[Path, ...]
     seed: int
-    max_bytes: int = MAX_BYTES
+    max_bytes: int | None = None  # None: all
 
     @cached_property
     def data(self) -> UInt8[Tensor, " N"]:
-        """At most `max_bytes` bytes of the files in order, without unreadable files.
+        """The first `max_bytes` bytes of the files in order, without unreadable files.
         ValueError if there are none."""
-        joined, refused = bytearray(), []
-        for file in self.files:
-            try:
-                with file.open("rb") as stream:
-                    joined += stream.read(self.max_bytes - len(joined))
-            except OSError as error:
-                refused.append(f"{file.name}: {error.strerror or error}")
-            if len(joined) >= self.max_bytes:
-                break
-        if not joined:
-            why = f" ({'; '.join(refused[:3])})" if refused else ""
-            raise ValueError(
-                f"{self.name}: got 0 bytes from {len(self.files)} file(s){why}; "
-                "name a readable file, or a folder with one, that is not empty"
-            )
-        return torch.frombuffer(joined, dtype=torch.uint8)
+        count, refused, most = 0, [], self.max_bytes or sys.maxsize
+        # One file is mapped where it lies; several are joined in a nameless one.
+        with tempfile.TemporaryFile() as joined:
+            for file in self.files:
+                try:
+                    with file.open("rb") as stream:
+                        if len(self.files) == 1 and stream.read(1):
+                            return _mapped(stream, min(os.fstat(stream.fileno()).st_size, most))
+                        while chunk := stream.read(min(_CHUNK, most - count)):
+                            count += joined.write(chunk)
+                except OSError as error:
+                    refused.append(f"{file.name}: {error.strerror or error}")
+            if count:
+                joined.flush()
+                return _mapped(joined, count)
+        why = f" ({'; '.join(refused[:3])})" if refused else ""
+        raise ValueError(
+            f"{self.name}: got 0 bytes from {len(self.files)} file(s){why}; "
+            "name a readable file, or a folder with one, that is not empty"
+        )
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """`batch` passages of `tokens` bytes, and each byte's successor as its target. ValueError
@@ -123,7 +130,7 @@ def synthetic(seed: int = 1337, vocab: int = 256) -> Synthetic:
 
 
 def text(
-    path: str | os.PathLike | None = None, seed: int = 1337, max_bytes: int = MAX_BYTES
+    path: str | os.PathLike | None = None, seed: int = 1337, max_bytes: int | None = None
 ) -> Text:
     """Real text as bytes: the file `path`, or every file below the folder `path`.
 
@@ -131,7 +138,7 @@ def text(
     bytes differ between Python versions. A folder's files are sorted by name, then its folders;
     nothing is read before the first batch. ValueError if there is no such file.
     """
-    if max_bytes < 2:
+    if max_bytes is not None and max_bytes < 2:
         raise ValueError(f"max_bytes={max_bytes}: a token and its target need at least 2")
     if path is None:
         folder = Path(sysconfig.get_path("stdlib"))
@@ -154,6 +161,12 @@ def _files_below(folder: Path) -> Iterator[Path]:
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - _NOT_TEXT)
         yield from (file for name in sorted(names) if (file := Path(where, name)).is_file())
+
+
+def _mapped(stream: Any, count: int) -> UInt8[Tensor, " N"]:
+    """Map the first `count` bytes of a file. Copy on write: torch wants memory that it may write
+    to, and the file stays as it is."""
+    return torch.from_numpy(np.memmap(stream, np.uint8, "c", shape=(count,)))
 
 
 def check_sizes(step: int, batch: int, tokens: int) -> None:

@@ -13,6 +13,7 @@ from nsa.spelling import choice, nearest, pair
 
 if TYPE_CHECKING:  # a table of cells loads no torch
     from nsa.model.config import ModelConfig
+    from nsa.model.data import Data
     from nsa.model.parallel import Parallel
     from nsa.model.train import Trainer
     from nsa.model.train_config import TrainConfig
@@ -181,19 +182,22 @@ def trainer_at(
     place: "Parallel",
     model: "ModelConfig",
     train: "TrainConfig",
-    data: str,
-    data_seed: int,
+    data: "str | Data",
+    data_seed: int = 1337,
     *,
     prefetch: bool = False,
 ) -> Iterator["Trainer"]:
-    """Yield a new model's trainer in training mode; on exit close it and `place`."""
+    """Yield a new model's trainer in training mode; on exit close it and `place`. `data` is
+    "text" or "synthetic", which are seeded by `data_seed`, or the batches themselves."""
     from nsa.model.data import Prefetch, synthetic, text
     from nsa.model.llama import LanguageModel
     from nsa.model.train import Trainer
 
     with contextlib.ExitStack() as opened:
         opened.callback(place.close)
-        batches = text(seed=data_seed) if data == "text" else synthetic(data_seed, model.vocab)
+        batches = data
+        if isinstance(data, str):
+            batches = text(seed=data_seed) if data == "text" else synthetic(data_seed, model.vocab)
         if prefetch:
             batches = opened.enter_context(Prefetch(batches))
         made = LanguageModel(model)

@@ -1,8 +1,11 @@
 """Input tensors for attention benchmarks, and the overlap of neighbouring queries' selections."""
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,9 +16,10 @@ from nsa.config import NSAConfig
 from nsa.reference.attend import attention_probs
 from nsa.reference.nsa import BRANCHES, compressed_visible
 from nsa.reference.select import select
-from workbook.lab.measure.shapes import Shape
+from workbook.lab.measure.shapes import CAPTURED, Shape
 
 COEFFICIENT = 0.98  # AR(1), "correlated": neighbours share most blocks, as in trained models
+RUN = 64  # tokens of one coefficient, "captured"
 CHUNK = 256  # tokens of an AR(1) process per matrix product
 ELEMENTS = 1 << 24  # slots or scores held at once
 
@@ -70,8 +74,8 @@ class Drawn:
 def draw(shape: Shape, device: str | torch.device = "cpu") -> Drawn:
     """Draw inputs of unit variance, gates uniform in 0..1; deterministic for a shape and device.
 
-    Queries are white ("random") or an AR(1) process over tokens with COEFFICIENT ("correlated");
-    keys, values and dO are white.
+    Queries are white ("random"), an AR(1) process over tokens with COEFFICIENT ("correlated"), or
+    one fitted to trained models ("captured"); keys, values and dO are white.
     """
     generator = torch.Generator(device).manual_seed(shape.seed)
     rows, dtype = (shape.batch, shape.tokens), shape.torch_dtype
@@ -87,6 +91,10 @@ def draw(shape: Shape, device: str | torch.device = "cpu") -> Drawn:
 
     if shape.queries == "random":
         q = normal(shape.heads, shape.dim)
+    elif shape.queries == "captured":
+        size = (*rows, shape.kv_heads, shape.group * shape.dim)
+        q = switching(size, table_for(shape.tokens), generator, dtype)
+        q = q.unflatten(3, (shape.group, -1)).flatten(2, 3)
     else:
         size = (*rows, shape.heads * shape.dim)
         q = autoregressive(size, COEFFICIENT, generator, dtype).unflatten(2, (shape.heads, -1))
@@ -121,6 +129,35 @@ def autoregressive(
         x[:, start : start + rows] = made
         last = made[:, -1:]
     return x
+
+
+def switching(
+    size: tuple[int, int, int, int], table: Sequence[float], random: torch.Generator, dtype
+) -> Tensor:
+    """Draw [B, T, HKV, F]: x[t] = a x[t-1] + sqrt(1 - a^2) e[t] with variance 1, where each RUN of
+    tokens and head draws its `a` from the table."""
+    batch, tokens, heads, features = size
+    device = random.device
+    given = torch.tensor(table, device=device, dtype=torch.float32)
+    step = torch.arange(RUN + 1, device=device)
+    lag = (step[1:, None] - step[None, 1:]).clamp(min=0)
+    x = torch.empty(size, dtype=dtype, device=device)
+    last = torch.randn((batch, heads, 1, features), generator=random, device=device)
+    for start in range(0, tokens, RUN):
+        a = given[torch.randint(len(given), (heads, 1, 1), generator=random, device=device)]
+        response = torch.tril(a**lag) * (1 - a * a).clamp(min=0).sqrt()
+        noise = torch.randn((batch, heads, RUN, features), generator=random, device=device)
+        made = response @ noise + a ** step[1:, None] * last
+        x[:, start : start + RUN] = made[:, :, : tokens - start].transpose(1, 2)
+        last = made[:, :, -1:]
+    return x
+
+
+def table_for(tokens: int, file: Path = CAPTURED) -> list[float]:
+    """The stored coefficients of the length nearest to `tokens`, by ratio."""
+    stored = json.loads(file.read_text(encoding="utf-8"))["lengths"]
+    nearest = min(stored, key=lambda n: abs(math.log(int(n) / tokens)))
+    return stored[nearest]["coefficients"]
 
 
 def mean_union(blocks: Tensor, neighbours: int) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -10,7 +11,8 @@ from nsa.config import NSAConfig
 from nsa.spelling import choice, nearest, pair
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-QUERIES = ("random", "correlated")
+CAPTURED = Path(__file__).with_name("captured.json")  # fitted to trained models, see `captured`
+QUERIES = ("random", "correlated", *["captured"] * CAPTURED.is_file())
 SIZES = ("tokens", "heads", "kv_heads", "dim", "value_dim", "batch")
 TINY_CONFIG = NSAConfig(
     compress_block=8, compress_stride=4, select_block=8, select_count=4, window=16

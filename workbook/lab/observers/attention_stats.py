@@ -128,7 +128,7 @@ def look(
     with torch.autocast(x.device.type, enabled=False):
         selected = [nan] * 6
         if "slc" in inputs.branches:
-            inputs = _with_blocks(inputs, backend.name)
+            inputs = with_blocks(inputs, backend.name)
             selected = distances(inputs.blocks, inputs.config)
             selected += keys_attended(inputs.blocks, inputs.config)
         norms = dict.fromkeys(BRANCHES, nan)
@@ -143,8 +143,10 @@ def layer_inputs(layer: NSAAttention, x: Tensor, rotary: Any = None) -> Inputs:
     return checked(**layer.arguments(x, rotary), blocks=None, scale=None)
 
 
-def _with_blocks(inputs: Inputs, backend: str) -> Inputs:
+def with_blocks(inputs: Inputs, backend: str = "auto") -> Inputs:
     """Inputs with their selection, which `triton` computes by its own kernel."""
+    if backend == "auto":
+        backend = registry.choose(inputs).backend.name
     if backend == "triton":
         from nsa.attention.backends import triton
 

@@ -1,0 +1,182 @@
+import json
+import math
+import re
+
+import pytest
+import torch
+from text_packages import small_shards
+
+from nsa.model import saving
+from workbook.rooms.quality import __main__ as driver
+from workbook.rooms.quality import child
+from workbook.rooms.quality.cells import Cell
+from workbook.rooms.quality.child import Amounts, OutOfTime, run_cell
+
+FEW = Amounts(look=1024, held_out=1024, rows=1, longest=1)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return small_shards(tmp_path_factory.mktemp("text"))
+
+
+def cell(arm="nsa", **changes):
+    values = {"seed": 3, "tokens": 512, "bytes": 24 * 512, "model": "tiny", "batch_tokens": 512}
+    return Cell(arm, **values | {"precision": "fp32"} | changes)
+
+
+def weights(folder, one):
+    return saving.newest(folder / one.name)["model"]
+
+
+class Ticks:
+    """Clock that counts its calls."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self):
+        self.count += 1
+        return float(self.count)
+
+
+def test_a_cell_cut_off_in_the_middle_goes_on_bit_for_bit(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(child, "CHUNK", 2)
+    one = cell()
+    row = run_cell(one, text, tmp_path / "whole", device="cpu", amounts=FEW)
+    with pytest.raises(OutOfTime, match=r"saved after step 5"):
+        run_cell(one, text, tmp_path / "cut", device="cpu", amounts=FEW, until=5, clock=Ticks())
+    said = []
+    again = run_cell(one, text, tmp_path / "cut", device="cpu", amounts=FEW, say=said.append)
+    assert said[0] == "resumed after step 5"
+    for name in (
+        "losses",
+        "bits",
+        "by_position",
+        "tasks",
+        "selections",
+        "selected",
+        "steps",
+        "outcome",
+    ):
+        assert again[name] == row[name]
+    assert [bits for *_, bits in again["curve"]] == [bits for *_, bits in row["curve"]]
+    for name, weight in weights(tmp_path / "whole", one).items():
+        assert torch.equal(weight, weights(tmp_path / "cut", one)[name])
+
+
+def test_a_row_has_what_the_question_asks_for_and_is_not_made_twice(tmp_path, text, monkeypatch):
+    one = cell()
+    row = run_cell(one, text, tmp_path, device="cpu", amounts=FEW)
+    assert row["outcome"] == "ok" and row["steps"] == 24
+    assert len(row["curve"]) == child.LOOKS and row["curve"][-1][0] == one.bytes
+    assert list(row["by_position"]) == ["512"] and row["by_position"]["512"][512] > 0
+    assert set(row["tasks"]) == {"needle", "recall", "tracking"}
+    assert [len(layers) for layers in row["selections"].values()] == [2]
+    assert [look["bytes"] for look in row["selected"]] == [seen for seen, *_ in row["curve"]]
+    assert row["data"]["sha256"] == text.manifest["sha256"]
+    assert row["losses"][0] > row["losses"][-1]
+    monkeypatch.setattr(child, "trainer_at", None)  # which would be called to train
+    assert run_cell(one, text, tmp_path, device="cpu") == json.loads(json.dumps(row))
+
+
+@pytest.mark.parametrize("arm", ["dense", "window", "compressed"])
+def test_arms_that_select_nothing_have_no_selections(tmp_path, text, arm):
+    row = run_cell(cell(arm), text, tmp_path, device="cpu", amounts=FEW)
+    assert row["outcome"] == "ok" and row["selections"] == {}
+
+
+def test_arms_of_a_seed_see_the_same_bytes_and_seeds_others(tmp_path, text, monkeypatch):
+    seen = {}
+    for one in (cell(), cell("dense"), cell(seed=4)):
+        batches = seen[one.name] = []
+        taken = child.Planted.batch
+
+        def batch(self, step, *sizes, batches=batches, taken=taken):
+            found = taken(self, step, *sizes)
+            if self.kind is None:
+                batches.append(found[0])
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(child.Planted, "batch", batch)
+            run_cell(one, text, tmp_path, device="cpu", amounts=FEW)
+    first, second, other = (torch.stack(batches[:24]) for batches in seen.values())
+    assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, 99.0])
+def test_a_seed_that_diverges_is_a_row(tmp_path, text, monkeypatch, spoilt):
+    run = child.Trainer.run
+
+    def spoil(self, steps):
+        return [spoilt for _ in run(self, steps)]
+
+    monkeypatch.setattr(child.Trainer, "run", spoil)
+    row = run_cell(cell(), text, tmp_path, device="cpu", amounts=FEW)
+    assert row["outcome"] == "diverged" and "bits" not in row
+    assert (tmp_path / cell().name / "row.json").is_file()
+
+
+@pytest.fixture(autouse=True)
+def little_is_evaluated(monkeypatch):
+    monkeypatch.setitem(child.AMOUNTS, "tiny", FEW)
+
+
+def command(folder, text, *more):
+    (folder / "work").mkdir(exist_ok=True)
+    if not (folder / "work" / "text").exists():
+        (folder / "work" / "text").symlink_to(text.folder)
+    sizes = ["--model", "tiny", "--tokens", "512", "--batch-tokens", "512", "--bytes", "2K"]
+    places = ["--out", str(folder / "out"), "--work", str(folder / "work"), "--device", "cpu"]
+    return driver.main([*places, *sizes, "--longest", "1", *more])
+
+
+def rows(folder):
+    lines = (folder / "out" / "rows.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_command_writes_a_line_a_cell_and_takes_what_is_done(tmp_path, text, capsys):
+    assert command(tmp_path, text, "--arms", "nsa,dense", "--seeds", "0") == 0
+    first = rows(tmp_path)
+    assert [row["cell"]["arm"] for row in first] == ["nsa", "dense"]
+    manifest = (text.folder / "manifest.json").read_bytes()
+    assert (tmp_path / "out" / "manifest.json").read_bytes() == manifest
+    kept = tmp_path / "earlier.jsonl"
+    (tmp_path / "out" / "rows.jsonl").rename(kept)
+    other = tmp_path / "other"
+    other.mkdir()
+    done = ("--arms", "nsa,dense", "--seeds", "0", "--done", str(kept), "--seconds", "0")
+    assert command(other, text, *done) == 0
+    assert rows(other) == first
+    assert command(other, text, "--seeds", "1", "--seconds", "0") == 0
+    assert rows(other) == [] and "not begun" in capsys.readouterr().out
+
+
+def test_a_cell_that_fails_is_a_row_and_the_others_run(tmp_path, text, monkeypatch):
+    fails = child.run_cell
+
+    def run(one, *given, **more):
+        if one.arm == "nsa":
+            raise RuntimeError("no memory")
+        return fails(one, *given, **more)
+
+    monkeypatch.setattr(child, "run_cell", run)
+    assert command(tmp_path, text, "--seeds", "0") == 0
+    assert [(row["outcome"], row.get("message")) for row in rows(tmp_path)] == [
+        ("error", "RuntimeError: no memory"), ("ok", None)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--arms", "dens"], "no arm 'dens'; the nearest is 'dense'"),
+        (["--bytes", "600"], "fewer than two steps"),
+        (["--done", "missing.jsonl"], "--done: .*missing.jsonl"),
+    ],
+)
+def test_bad_options_end_with_their_reason(tmp_path, text, more, told, capsys):
+    assert command(tmp_path, text, *more) == 2
+    assert re.search(told, capsys.readouterr().err)

@@ -1,0 +1,128 @@
+"""Cells of the comparison: arms of one model, each a seed and a length, on equal tokens."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from nsa.config import NSAConfig
+from nsa.model.config import ModelConfig, keep_int
+from nsa.model.presets import dense_twin, production
+from nsa.model.train_config import TrainConfig
+from nsa.spelling import choice
+from workbook.rooms.quality.planted import LEAST
+
+BASE, DENSE = "nsa", "dense"
+CONTROLS = ("window", "compressed")  # which must lose
+# Changes of the model by arm; dense ones are baselines of the unchanged model.
+ARMS: dict[str, dict[str, Any]] = {
+    BASE: {},
+    DENSE: {},
+    "dense-wide": {},  # its MLPs make up for the parameters that NSA has more
+    "window": {"force_branch": "win"},
+    "compressed": {"force_branch": "cmp"},
+    "selected": {"force_branch": "slc"},
+    "shared-kv": {"shared_kv": True},
+    "phi-mlp": {"phi": "mlp"},
+    "gate-softmax": {"gate": "softmax"},
+    "gate-uniform": {"gate": "uniform"},
+}
+
+
+def small() -> ModelConfig:
+    """The model of the comparison: 21 million parameters, the paper's block sizes."""
+    return ModelConfig("quality", layers=7, dim=512, heads=8, kv_heads=2, head_dim=64)
+
+
+def tiny() -> ModelConfig:
+    """The same shape for a CPU and a minute: 130,000 parameters, T = 512."""
+    nsa = NSAConfig(16, 8, select_block=16, select_count=6, window=64)
+    return ModelConfig("quality-tiny", 2, dim=64, heads=4, kv_heads=1, head_dim=16, nsa=nsa)
+
+
+MODELS = {"small": small, "tiny": tiny, "production": production}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training: an arm of a model, a seed, a length, and how many bytes it sees.
+
+    Cells that differ in the arm alone see the same bytes in the same order. Raises ValueError for
+    what cannot be trained.
+    """
+
+    arm: str
+    seed: int
+    tokens: int  # T
+    bytes: int  # that training sees, counted again where it sees them again
+    model: str = "small"
+    batch_tokens: int = 65536  # of a step
+    lr: float = 1e-3
+    precision: str = "bf16"
+
+    def __post_init__(self) -> None:
+        choice("arm", self.arm, ARMS)
+        choice("model", self.model, MODELS)
+        for name, least in (("seed", 0), ("tokens", LEAST), ("bytes", 1), ("batch_tokens", 1)):
+            keep_int(self, name, least)
+        if self.batch_tokens % self.tokens:
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} are no multiple of tokens={self.tokens}; "
+                f"{max(1, self.batch_tokens // self.tokens) * self.tokens} are"
+            )
+        if self.steps < 2:
+            raise ValueError(
+                f"bytes={self.bytes} are fewer than two steps of {self.batch_tokens}; at least "
+                f"{2 * self.batch_tokens} would do"
+            )
+
+    @property
+    def steps(self) -> int:
+        return self.bytes // self.batch_tokens
+
+    @property
+    def batch(self) -> int:
+        return self.batch_tokens // self.tokens
+
+    @property
+    def name(self) -> str:
+        """Name of the cell's folder; cells with the same name are equal."""
+        rate = f"{self.lr:g}-{self.precision}-{self.batch_tokens}"
+        return f"{self.model}-{self.arm}-{self.tokens}-seed{self.seed}-{self.bytes}-{rate}"
+
+    def config(self) -> ModelConfig:
+        """The arm's model."""
+        base = MODELS[self.model]().with_(**ARMS[self.arm])
+        if self.arm.startswith(DENSE):
+            return dense_twin(base, same_parameters=self.arm == "dense-wide")
+        return base
+
+    def training(self, compile: bool = False) -> TrainConfig:
+        """AdamW, a warm-up of 5 % of the steps, then a cosine to a tenth of the rate."""
+        return TrainConfig(
+            self.batch,
+            self.tokens,
+            self.steps,
+            lr=self.lr,
+            min_lr=self.lr / 10,
+            schedule="cosine",
+            warmup_steps=max(1, self.steps // 20),
+            precision=self.precision,
+            compile=compile,
+            seed=self.seed,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return cls(**values)
+
+
+def cells_of(
+    arms: Sequence[str], seeds: Sequence[int], lengths: Sequence[int], **common: Any
+) -> list[Cell]:
+    """Cells by length, then seed, then arm, so that the first ones to end can be compared."""
+    return [
+        Cell(arm, seed, tokens, **common) for tokens in lengths for seed in seeds for arm in arms
+    ]

@@ -1,0 +1,114 @@
+"""Claims of the comparison, each with its interval over seeds."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from workbook.rooms.quality import table
+from workbook.rooms.quality.cells import BASE, CONTROLS, DENSE
+from workbook.rooms.quality.planted import KINDS
+from workbook.rooms.quality.table import Interval
+from workbook.runs.claim import Claim, verdict_of
+from workbook.runs.looks import length
+
+Rows = Sequence[dict[str, Any]]
+CLOSE = 0.005  # of dense's bits a byte
+SHARE = 0.02  # of a task's bytes that may be lost
+FROM = 2048  # positions beyond which the loss must still fall
+LEARNT = 3.0  # bits a byte; worse models have learnt hardly more than which bytes are frequent
+UNLEARNT = f"dense attention itself has more than {LEARNT:g} bits a byte: too little was learnt"
+NO_SEEDS = "no two seeds of both ended well"
+
+
+def all_claims(rows: Rows) -> list[Claim]:
+    """Claims of every length, and of divergence."""
+    found = [nothing_diverged(rows)]
+    for tokens in table.lengths(rows):
+        found.append(as_good_at_equal_tokens(rows, tokens))
+        found.append(better_at_equal_minutes(rows, tokens))
+        found.append(falls_with_position(rows, tokens))
+        found += [recalls_as_dense(rows, tokens, kind) for kind in KINDS]
+        found += [control_loses(rows, tokens, arm) for arm in CONTROLS]
+    return found
+
+
+def nothing_diverged(rows: Rows) -> Claim:
+    """Claim that no seed of any arm diverged; it counts them."""
+    ended = [row["outcome"] for row in rows]
+    lost = [table.notes([row]).index[0] for row in rows if row["outcome"] not in ("ok", "diverged")]
+    count = ended.count("diverged")
+    sentence = f"{count} of {len(rows)} trainings diverged, and stand in no mean"
+    if not len(rows):
+        return Claim.undecided(sentence, "there is none")
+    return Claim(sentence, verdict_of(not count), {"outcomes": ended}).over(lost)
+
+
+def as_good_at_equal_tokens(rows: Rows, tokens: int) -> Claim:
+    """Claim that NSA's bits a byte are at most 0.5 % above dense's, on the same bytes."""
+    dense = table.over_seeds(rows, DENSE, tokens, table.bits).mean
+    found = table.paired(rows, BASE, DENSE, tokens, table.bits)
+    share = Interval(tuple(100 * value / dense for value in found.values))
+    sentence = f"at {length(tokens)} and equal tokens NSA has {share.told('+.2f')} % of dense's "
+    sentence += f"bits a byte more, at most {100 * CLOSE:g} %"
+    return _decided(rows, tokens, sentence, share, most=100 * CLOSE)
+
+
+def better_at_equal_minutes(rows: Rows, tokens: int) -> Claim:
+    """Claim that NSA has fewer bits a byte after the seconds that the faster of the two took."""
+    sentence = f"at {length(tokens)} and equal minutes NSA has fewer bits a byte than dense"
+    if any(row.get("device") == "cpu" for row in rows):
+        return Claim.not_here(sentence, "seconds of a CPU say nothing about a GPU's")
+    found = table.equal_minutes(rows, tokens)
+    return _decided(rows, tokens, f"{sentence}: {found.told('+.4f')}", found, most=0.0)
+
+
+def falls_with_position(rows: Rows, tokens: int) -> Claim:
+    """Claim that NSA's loss falls beyond 2k by at least as much as dense's, but for a tenth."""
+    sentence = f"at {length(tokens)} NSA's loss falls from position {length(FROM)} on"
+    if tokens < 2 * FROM:
+        return Claim.not_here(sentence, f"rows of {length(tokens)} do not go far beyond it")
+    mine, dense = (
+        table.over_seeds(rows, arm, tokens, lambda row: table.falls(row, FROM))
+        for arm in (BASE, DENSE)
+    )
+    found = table.paired(rows, DENSE, BASE, tokens, lambda row: table.falls(row, FROM))
+    sentence += f" by {mine.told()} bits a byte, as dense's does by {dense.told()}"
+    return _decided(rows, tokens, sentence, found, most=max(0.0, dense.mean) / 10)
+
+
+def recalls_as_dense(rows: Rows, tokens: int, kind: str) -> Claim:
+    """Claim that NSA answers at least as many bytes as dense at the trained length."""
+    mine, dense = (
+        table.over_seeds(rows, arm, tokens, table.accuracy(kind)) for arm in (BASE, DENSE)
+    )
+    found = table.paired(rows, DENSE, BASE, tokens, table.accuracy(kind))
+    sentence = f"at {length(tokens)} NSA's accuracy of {kind} is {mine.told('.3f')}, at least that "
+    sentence += f"of dense, {dense.told('.3f')}, less {SHARE:g}"
+    return _decided(rows, tokens, sentence, found, most=SHARE)
+
+
+def control_loses(rows: Rows, tokens: int, arm: str) -> Claim:
+    """Claim that one branch alone has more bits a byte than all three: else the comparison would
+    not show a loss of attention."""
+    sentence = f"at {length(tokens)} the {arm} branch alone is worse than NSA"
+    if not any(row["cell"]["arm"] == arm for row in rows):
+        return Claim.not_here(sentence, "this run is without it")
+    found = table.paired(rows, BASE, arm, tokens, table.bits)
+    sentence += f": {Interval(tuple(-x for x in found.values)).told('+.4f')} bits a byte"
+    return _decided(rows, tokens, sentence, found, most=0.0, aim=False)
+
+
+def _decided(
+    rows: Rows, tokens: int, sentence: str, found: Interval, most: float, aim: bool = True
+) -> Claim:
+    """Decide by the whole interval whether `found` is at most `most`."""
+    dense = table.over_seeds(rows, DENSE, tokens, table.bits).mean
+    evidence = {"values": list(found.values), "at most": most}
+    if len(found.values) < 2:
+        return Claim.undecided(sentence, NO_SEEDS, evidence)
+    if not dense < LEARNT:
+        return Claim.not_here(sentence, UNLEARNT)
+    if found.high <= most:
+        return Claim(sentence, "PASS", evidence)
+    if found.low > most:
+        return Claim(sentence, "AIM MISSED" if aim else "FAIL", evidence)
+    return Claim.undecided(sentence, f"the interval holds {most:g}", evidence)

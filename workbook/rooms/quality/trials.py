@@ -1,0 +1,153 @@
+"""The cells of the notebook: trained in child processes, or read from rows made before."""
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa.model import shards
+from nsa.spelling import choice
+from whyhung.process import gpus
+from workbook.lab import sweep
+from workbook.rooms.quality.cells import BASE, DENSE, Cell, cells_of
+from workbook.rooms.quality.planted import KINDS
+from workbook.runs.files import plain, write_atomically
+
+ENTRY = "workbook.rooms.quality.child:train_cell"
+MAX_TEXT = 8 << 20  # bytes of a CPU's training text, which reads less of it
+DONE = ("ok", "diverged")
+FILE = "rows.jsonl"
+
+Rows = Sequence[dict[str, Any]]
+
+
+def cells(values: Mapping[str, Any]) -> list[Cell]:
+    """The cells of the notebook's parameters. ValueError for any that cannot be trained."""
+    common = {name: values[name] for name in ("model", "batch_tokens", "lr")}
+    common |= {"bytes": values["train_bytes"], "precision": values["precision"]}
+    return cells_of(values["arms"], values["seeds"], values["tokens"], **common)
+
+
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for notebook parameters that cannot be run."""
+    found = cells(values)
+    for name in (BASE, DENSE):
+        if name not in values["arms"]:
+            raise ValueError(f"arms={values['arms']} lack {name!r}, with which arms are compared")
+    if len(set(found)) < len(found):
+        raise ValueError("two cells are equal; each arm, seed and length is named once")
+    choice("longest", values["longest"], (1, 2, 4))
+    for file in values["rows"]:
+        if not Path(file).is_file():
+            raise ValueError(
+                f"rows={file!r} is no file; python -m workbook.rooms.quality makes one"
+            )
+
+
+def read(files: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows that the command wrote, of several calls; of a cell in two of them the one that is done.
+    ValueError for a file that holds none."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        try:
+            rows = [json.loads(line) for line in Path(file).read_text("utf-8").splitlines()]
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} holds no rows: {error}") from error
+        for row in rows:
+            name = json.dumps(row["cell"])
+            if found.get(name, {}).get("outcome") not in DONE:
+                found[name] = row
+    return list(found.values())
+
+
+def measure(
+    chosen: Sequence[Cell],
+    *,
+    device: str,
+    deadline_s: float,
+    budget_s: float = math.inf,
+    workers: int = 1,
+    threads: int | None = None,
+    longest: int = 1,
+    folder: str | Path | None = None,
+    progress: bool = True,
+    text: str | Path | None = None,
+) -> list[dict[str, Any]]:
+    """Train each cell in a process of its own; return its row, whose outcome is "ok", "diverged",
+    or with a message "oom", "error" or "not run". Times, workers and GPUs as in `sweep.measure`;
+    text: a folder of shards; by default they are made of this Python's packages."""
+    on_gpu = device == "cuda"
+    most = None if on_gpu else MAX_TEXT
+    with tempfile.TemporaryDirectory() as made:
+        if text is None:
+            least = longest * max(cell.tokens for cell in chosen) + 1
+            shards.build(made, least, max_bytes=most)
+        common = {
+            "text": str(text or made),
+            "device": device,
+            "threads": threads,
+            "longest": longest,
+        }
+        ended = sweep.measure(
+            ENTRY,
+            chosen,
+            lambda cell, seconds: common | {"cell": cell.to_dict()},
+            deadline_s=deadline_s,
+            budget_s=budget_s,
+            workers=1 if on_gpu else workers,
+            gpus=gpus.all_visible() if on_gpu else None,
+            folder=folder,
+            name=lambda cell: cell.name,
+            said=lambda row: f"{row['outcome']}, {row.get('bits', math.nan):.3f} bits a byte",
+            progress=progress,
+        )
+    return [_row(cell, one) for cell, one in zip(chosen, ended, strict=True)]
+
+
+def _row(cell: Cell, ended: Any) -> dict[str, Any]:
+    if ended.status == "ok":
+        return ended.result
+    status = ended.status if ended.status in ("oom", "not run") else "error"
+    return {
+        "cell": cell.to_dict(),
+        "outcome": status,
+        "message": f"{ended.status}: {ended.message}",
+    }
+
+
+def write(rows: Rows, folder: Path) -> None:
+    """Write the whole rows into the run's folder, as the command does."""
+    lines = (json.dumps(plain(row), allow_nan=False) + "\n" for row in rows)
+    write_atomically(folder / FILE, "".join(lines))
+
+
+def to_metrics(rows: Rows) -> list[dict[str, Any]]:
+    """Rows of metrics.csv: bits a byte by position, accuracy of each task by length, bytes a
+    second, and parameters; one row without a value for a cell that has none."""
+    found = []
+    for row in rows:
+        cell = row["cell"]
+        config = cell | {name: row.get(name) for name in ("outcome", "message", "parameters")}
+        same = {"operation": "training", "backend": cell["arm"], "config": config}
+        same |= {name: row[name] for name in ("device", "torch") if row.get(name)}
+        same |= {"mode": f"seed {cell['seed']}", "x_name": "tokens", "x_value": cell["tokens"]}
+        if row["outcome"] != "ok":
+            found.append(same | _value("bits", "bits a byte", math.nan))
+            continue
+        found.append(same | _value("bits", "bits a byte", row["bits"]))
+        if row.get("tokens_s"):
+            found.append(same | _value("speed", "bytes/s", row["tokens_s"]))
+        for kind in KINDS:
+            for length, (accuracy, _) in row["tasks"][kind].items():
+                at = {"x_value": float(length)}
+                found.append(same | at | _value(kind, "share of bytes", accuracy))
+        for end, bits in row["by_position"][str(cell["tokens"])].items():
+            at = {"x_name": "position", "x_value": float(end)}
+            found.append(same | at | _value("bits_at", "bits a byte", bits))
+    return found
+
+
+def _value(metric: str, unit: str, value: float) -> dict[str, Any]:
+    return {"metric": metric, "unit": unit, "median": value, "q20": value, "q80": value}
