@@ -76,7 +76,8 @@ def build(
     seen: set[bytes] = set()
     packages, sums = [], {split: hashlib.sha256() for split in SPLITS}
     sizes = dict.fromkeys(SPLITS, 0)
-    parts = {split: folder / f"{split}.bin.part" for split in SPLITS}
+    # Names of this process's own, as several may build the same shards at once.
+    parts = {split: folder / f".{split}.{os.getpid()}.part" for split in SPLITS}
     with parts["train"].open("wb") as train, parts["held-out"].open("wb") as other:
         for name in sorted(named, key=str.lower):
             split = SPLITS[held_out(name, fraction)]
@@ -103,8 +104,10 @@ def build(
     manifest["packages"] = packages
     for split, part in parts.items():
         os.replace(part, folder / f"{split}.bin")
-    # Last, so that a folder with a manifest is complete.
-    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    # Last, and whole, so that a folder with a manifest is complete.
+    listed = folder / f".manifest.{os.getpid()}.part"
+    listed.write_text(json.dumps(manifest), encoding="utf-8")
+    os.replace(listed, folder / "manifest.json")
     return Shards(folder, manifest)
 
 

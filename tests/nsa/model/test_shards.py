@@ -91,6 +91,26 @@ def test_too_little_text_is_told_with_what_there_is_and_leaves_nothing(tmp_path)
     assert list((tmp_path / "text").iterdir()) == []
 
 
+def test_a_build_beside_another_in_the_same_folder_disturbs_neither(tmp_path, monkeypatch):
+    files = {TRAINED: {"b.py": b"b" * 99}, HELD_OUT: {"a.py": b"a" * 99}}
+    inner, read = [], shards._files
+
+    def build_once_more(*given):
+        if not inner:  # as another process would, while this one reads
+            inner.append("begun")
+            with monkeypatch.context() as other:
+                other.setattr(shards.os, "getpid", lambda: 0)
+                again = shards.build(tmp_path / "text", 1, path=[site], fraction=0.5)
+            inner[:] = [again.manifest]
+        return read(*given)
+
+    site = str(tmp_path / "site")
+    monkeypatch.setattr(shards, "_files", build_once_more)
+    made = build(tmp_path, files)
+    assert inner == [made.manifest] and shards.opened(made.folder) == made
+    assert len(list(made.folder.iterdir())) == 3
+
+
 def test_shards_are_opened_only_as_they_were_written(tmp_path):
     made = build(tmp_path, {TRAINED: {"b.py": b"b" * 99}, HELD_OUT: {"a.py": b"a" * 99}})
     assert shards.opened(made.folder) == made

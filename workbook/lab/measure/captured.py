@@ -120,9 +120,13 @@ def store(rows: Sequence[Mapping[str, Any]], file: Path = CAPTURED, **sizes: int
     """Fit each length of the rows, at a shape of HQ 64, HKV 4, D 128 or `sizes`; write the file:
     {"arm", "cells", "lengths": {T: {"union", "coefficients", "distance"}}}. ValueError for rows in
     which nothing is selected."""
-    found = histograms(rows)
+    least = 2 * Shape(1, **sizes).config.select_count * Shape(1, **sizes).config.select_block
+    found = {n: histogram for n, histogram in histograms(rows).items() if n >= least}
     if not found:
-        raise ValueError("the rows hold no selections of the arm 'nsa'; train and evaluate one")
+        raise ValueError(
+            f"the rows hold no selections of the arm 'nsa' at {least} tokens or more, where there "
+            "is a choice; train and evaluate one"
+        )
     content: dict[str, Any] = {"arm": "nsa", "neighbours": UNITED, "lengths": {}}
     content["cells"] = [row["cell"] for row in rows if row["cell"]["arm"] == "nsa"]
     for tokens, histogram in found.items():

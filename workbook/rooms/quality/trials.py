@@ -13,6 +13,7 @@ from whyhung.process import gpus
 from workbook.lab import sweep
 from workbook.rooms.quality.cells import BASE, DENSE, Cell, cells_of
 from workbook.rooms.quality.planted import KINDS
+from workbook.runs.environment import PACKAGE
 from workbook.runs.files import plain, write_atomically
 
 ENTRY = "workbook.rooms.quality.child:train_cell"
@@ -40,7 +41,7 @@ def check_parameters(values: Mapping[str, Any]) -> None:
         raise ValueError("two cells are equal; each arm, seed and length is named once")
     choice("longest", values["longest"], (1, 2, 4))
     for file in values["rows"]:
-        if not Path(file).is_file():
+        if not _place(file).is_file():
             raise ValueError(
                 f"rows={file!r} is no file; python -m workbook.rooms.quality makes one"
             )
@@ -52,7 +53,7 @@ def read(files: Sequence[str]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for file in files:
         try:
-            rows = [json.loads(line) for line in Path(file).read_text("utf-8").splitlines()]
+            rows = [json.loads(line) for line in _place(file).read_text("utf-8").splitlines()]
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} holds no rows: {error}") from error
         for row in rows:
@@ -60,6 +61,12 @@ def read(files: Sequence[str]) -> list[dict[str, Any]]:
             if found.get(name, {}).get("outcome") not in DONE:
                 found[name] = row
     return list(found.values())
+
+
+def _place(file: str) -> Path:
+    """Path of a file named from where the command was given or, as a notebook runs in its own
+    folder, from the top of the clone."""
+    return Path(file) if Path(file).is_file() else PACKAGE.parent / file
 
 
 def measure(

@@ -97,15 +97,16 @@ def rows(union):
 
 def test_a_description_is_stored_small_and_read_by_the_nearest_length(tmp_path, model, monkeypatch):
     monkeypatch.setattr(captured, "Shape", lambda tokens: SHAPE)
+    short = rows(model)[0] | {"selections": {"64": rows(model)[0]["selections"]["1024"]}}
     file = tmp_path / "captured.json"
-    made = captured.store(rows(model), file)
+    made = captured.store([*rows(model), short], file)
     assert json.loads(file.read_text()) == json.loads(json.dumps(made))
     line = made["lengths"]["1024"]
     assert line["union"] == {n: 2 * count for n, count in sorted(model.items())}
     assert line["distance"] < 0.05 and len(line["coefficients"]) == captured.COUNT
     assert table_for(65536, file) == line["coefficients"] and len(file.read_bytes()) < 4096
-    with pytest.raises(ValueError, match="the rows hold no selections of the arm 'nsa'"):
-        captured.store(rows(model)[2:], file)
+    with pytest.raises(ValueError, match="no selections of the arm 'nsa' at 96 tokens or more"):
+        captured.store([*rows(model)[2:], short], file)
 
 
 def test_captured_queries_are_a_kind_as_soon_as_they_are_stored(monkeypatch, table):

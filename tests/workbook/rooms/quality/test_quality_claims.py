@@ -155,3 +155,11 @@ def test_cells_are_trained_in_processes_of_their_own(tmp_path):
     found = trials.measure(cells, **given, deadline_s=120.0, progress=False)
     assert [one["outcome"] for one in found] == ["ok", "ok", "error"]
     assert "take at most" in found[2]["message"] and json.dumps(found)
+
+
+def test_rows_are_found_from_the_top_of_the_clone_too(tmp_path, monkeypatch):
+    trials.write([row("nsa", 0)], tmp_path)
+    monkeypatch.setattr(trials, "PACKAGE", tmp_path / "nsa")
+    assert len(trials.read([trials.FILE])) == 1
+    with pytest.raises(ValueError, match=r"other.jsonl holds no rows"):
+        trials.read(["other.jsonl"])

@@ -21,7 +21,7 @@ def text(tmp_path_factory):
 
 
 def cell(arm="nsa", **changes):
-    values = {"seed": 3, "tokens": 512, "bytes": 24 * 512, "model": "tiny", "batch_tokens": 512}
+    values = {"seed": 3, "tokens": 512, "bytes": 12 * 512, "model": "tiny", "batch_tokens": 512}
     return Cell(arm, **values | {"precision": "fp32"} | changes)
 
 
@@ -41,11 +41,11 @@ class Ticks:
 
 
 def test_a_cell_cut_off_in_the_middle_goes_on_bit_for_bit(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(child, "CHUNK", 2)
+    monkeypatch.setattr(child, "CHUNK", 1)
     one = cell()
     row = run_cell(one, text, tmp_path / "whole", device="cpu", amounts=FEW)
     with pytest.raises(OutOfTime, match=r"saved after step 5"):
-        run_cell(one, text, tmp_path / "cut", device="cpu", amounts=FEW, until=5, clock=Ticks())
+        run_cell(one, text, tmp_path / "cut", device="cpu", amounts=FEW, until=11, clock=Ticks())
     said = []
     again = run_cell(one, text, tmp_path / "cut", device="cpu", amounts=FEW, say=said.append)
     assert said[0] == "resumed after step 5"
@@ -68,7 +68,7 @@ def test_a_cell_cut_off_in_the_middle_goes_on_bit_for_bit(tmp_path, text, monkey
 def test_a_row_has_what_the_question_asks_for_and_is_not_made_twice(tmp_path, text, monkeypatch):
     one = cell()
     row = run_cell(one, text, tmp_path, device="cpu", amounts=FEW)
-    assert row["outcome"] == "ok" and row["steps"] == 24
+    assert row["outcome"] == "ok" and row["steps"] == 12
     assert len(row["curve"]) == child.LOOKS and row["curve"][-1][0] == one.bytes
     assert list(row["by_position"]) == ["512"] and row["by_position"]["512"][512] > 0
     assert set(row["tasks"]) == {"needle", "recall", "tracking"}
@@ -101,7 +101,7 @@ def test_arms_of_a_seed_see_the_same_bytes_and_seeds_others(tmp_path, text, monk
         with monkeypatch.context() as patched:
             patched.setattr(child.Planted, "batch", batch)
             run_cell(one, text, tmp_path, device="cpu", amounts=FEW)
-    first, second, other = (torch.stack(batches[:24]) for batches in seen.values())
+    first, second, other = (torch.stack(batches[:12]) for batches in seen.values())
     assert torch.equal(first, second) and not torch.equal(first, other)
 
 
