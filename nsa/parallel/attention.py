@@ -11,7 +11,7 @@ from nsa.attention.api import nsa_attention
 from nsa.attention.inputs import Inputs, checked
 from nsa.attention.placing import sequence_bounds
 from nsa.config import NSAConfig
-from nsa.parallel.collectives import Gathering, all_to_all
+from nsa.parallel.collectives import Gathering, heads_for_tokens, tokens_for_heads
 from nsa.parallel.layout import Layout
 from nsa.parallel.mesh import ContextParallel
 from nsa.parallel.pooling import can_pool, pooled
@@ -138,42 +138,28 @@ def _ulysses(
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     """All tokens of 1/P of the heads on each rank (arXiv 2309.14509), then back."""
-    kv_heads, group = inputs.kv_heads, inputs.group
-    each = kv_heads // context.ranks
-
-    def sent(xs: list[Tensor]) -> list[Tensor]:
-        """[B, TL, HKV, F] each -> [B, T, HKV / P, F] each, in one exchange."""
-        packed = torch.cat(xs, dim=-1).unflatten(2, (context.ranks, each))
-        whole = layout.natural(all_to_all(packed.movedim(2, 0), context))
-        return list(whole.split([x.shape[-1] for x in xs], dim=-1))
-
-    def by_kv_head(x: Tensor) -> Tensor:
-        return x.unflatten(2, (kv_heads, group)).flatten(3)
-
+    each, group = inputs.kv_heads // context.ranks, inputs.group
     held = {id(x): x for x in (*inputs.k.values(), *inputs.v.values())}
-    # The gates' dtype may differ; a selection has integers and no gradient.
-    gates_apart = inputs.gates.dtype != inputs.q.dtype
-    packed = [by_kv_head(inputs.q), *held.values()]
-    packed += [] if gates_apart else [by_kv_head(inputs.gates)]
-    q, *found = sent(packed)
-    (gates,) = sent([by_kv_head(inputs.gates)]) if gates_apart else found[-1:]
-    moved = dict(zip(held, found, strict=False))
-    blocks = None if inputs.blocks is None else sent([inputs.blocks])[0]
+    given = [inputs.q, *held.values(), inputs.gates]
+    given += [] if inputs.blocks is None else [inputs.blocks]
+    q, *found = tokens_for_heads(given, layout, context)
+    blocks = None if inputs.blocks is None else found.pop()
+    gates = found.pop()
+    moved = dict(zip(held, found, strict=True))
     rows = slice(context.rank * each, (context.rank + 1) * each)
     queries = slice(rows.start * group, rows.stop * group)
     mine = replace(
         inputs,
-        q=q.unflatten(3, (group, -1)).flatten(2, 3),
+        q=q,
         k={b: moved[id(x)] for b, x in inputs.k.items()},
         v={b: moved[id(x)] for b, x in inputs.v.items()},
-        gates=gates.unflatten(3, (group, 3)).flatten(2, 3),
+        gates=gates,
         blocks=blocks,
         sinks=None if inputs.sinks is None else inputs.sinks[queries],
         phi=_phi_of(inputs.phi, rows),
     )
     o = _attend(mine, options, cu_seqlens=cu_seqlens)
-    parts = all_to_all(layout.by_rank(o), context)  # [P, B, TL, HQ / P, DV]
-    return parts.movedim(0, 2).flatten(2, 3)
+    return heads_for_tokens([o], layout, context)[0]
 
 
 def _gather(

@@ -1,4 +1,4 @@
-"""Collectives with gradients: an all-to-all, and an all-gather in two halves for overlap.
+"""Collectives with gradients: tokens for heads, and an all-gather in two halves for overlap.
 
 All work for gloo and NCCL: tensors are contiguous, and a buffer is kept until its transfer has been
 waited for, on the stream that reads it.
@@ -19,28 +19,85 @@ from nsa.parallel.mesh import ContextParallel
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def all_to_all(x: Tensor, context: ContextParallel) -> Tensor:
-    """x [P, ...]: part p goes to rank p; returns [P, ...], of which part p came from rank p."""
-    return x if context.ranks == 1 else _AllToAll.apply(x, context)
+def tokens_for_heads(
+    xs: Sequence[Tensor], layout: Layout, context: ContextParallel
+) -> tuple[Tensor, ...]:
+    """All tokens of 1/P of the heads, [B, T, H / P, F] each, from this rank's rows of all heads,
+    [B, TL, H, F] each, in one exchange. Dtypes may differ; integers have no gradient."""
+    return _Exchange.apply(layout, context, True, *xs)
 
 
-class _AllToAll(Function):
+def heads_for_tokens(
+    xs: Sequence[Tensor], layout: Layout, context: ContextParallel
+) -> tuple[Tensor, ...]:
+    """Inverse of `tokens_for_heads`: [B, T, H / P, F] each -> [B, TL, H, F] each."""
+    return _Exchange.apply(layout, context, False, *xs)
+
+
+class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
-        ctx.context = context
-        return _exchanged(x, context, "exchanging tokens for heads")
+    def forward(
+        ctx: Any, layout: Layout, context: ContextParallel, to_heads: bool, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.given = layout, context, to_heads
+        ctx.set_materialize_grads(False)
+        found = _exchanged(xs, *ctx.given, "exchanging tokens for heads")
+        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grad, ctx.context, "exchanging the gradients of heads"), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        layout, context, to_heads = ctx.given
+        there = [grad for grad in grads if grad is not None]
+        doing = "exchanging the gradients of heads"
+        found = iter(_exchanged(there, layout, context, not to_heads, doing))
+        return None, None, None, *(None if grad is None else next(found) for grad in grads)
 
 
-def _exchanged(x: Tensor, context: ContextParallel, doing: str) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
+def _exchanged(
+    xs: Sequence[Tensor], layout: Layout, context: ContextParallel, to_heads: bool, doing: str
+) -> tuple[Tensor, ...]:
+    """`tokens_for_heads` or its inverse, without gradient.
+
+    Chunks of a sequence in its order are sent and received in their places; a rank's own rows are
+    copied once, into or out of a tensor [2, P, B, chunk, H / P, F] with each rank's heads together.
+    """
+    ranks, rank, chunk = context.ranks, context.rank, layout.chunk
+    chunks = [layout.chunks(other) for other in range(ranks)]
+    transfers, found = [], []
+    for x in xs:
+        if to_heads:
+            by_chunk = x.unflatten(2, (ranks, -1)).unflatten(1, (2, chunk))
+            packed = by_chunk.permute(1, 3, 0, 2, 4, 5).contiguous()
+            whole = x.new_empty(x.shape[0], layout.padded, *packed.shape[4:])
+        else:
+            whole = x.contiguous()
+            packed = x.new_empty(2, ranks, x.shape[0], chunk, *x.shape[2:])
+        for half in range(2):
+            for row in range(x.shape[0]):
+                of = [packed[half, other, row] for other in range(ranks)]
+                to = [whole[row, rows[half]] for rows in chunks]
+                transfers.append((of, to))
+        found.append(whole if to_heads else packed)
+    works = []
+    for tag, (of, to) in enumerate(transfers):
+        # A chunk of mine comes from, or goes to, all others as theirs of the same half does.
+        source, target = (of[rank], to[rank]) if to_heads else (to[rank], of[rank])
+        target.copy_(source)
+        for other in (other for other in range(ranks) if other != rank):
+            send, receive = (of[other], to[other]) if to_heads else (to[other], of[other])
+            peer = dist.get_global_rank(context.group, other)
+            given = {"peer": peer, "group": context.group, "tag": tag}
+            works += [dist.P2POp(dist.isend, send, **given)]
+            works += [dist.P2POp(dist.irecv, receive, **given)]
     with context.naming(doing):
-        dist.all_to_all_single(out, x, group=context.group)
-    return out
+        for work in dist.batch_isend_irecv(works):
+            work.wait()
+    if to_heads:
+        return tuple(found)
+    return tuple(
+        x.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2) for x in found
+    )  # [B, TL, H, F]
 
 
 class Gathering:

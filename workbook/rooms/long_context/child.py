@@ -21,11 +21,13 @@ from nsa.parallel.mesh import ContextParallel
 from whyhung.process.child import is_out_of_memory
 from workbook.lab.measure.attention_inputs import Drawn, draw
 from workbook.lab.measure.kernels import activities_of, device_work, gaps
+from workbook.lab.measure.shapes import Shape
 from workbook.lab.measure.timing import extra_memory, gradients, mark, seconds_between, wait
 from workbook.rooms.long_context.cells import Cell
 
 REPEATS, FEW, LONG_MS = 7, 3, 300.0  # calls that are timed, and those of a longer call
 COMPARED = 1 << 15  # rows of queries compared at once
+MOST = 2.0**-7  # of the largest number: two units in the last place of bf16
 
 
 def measure_rank(spec: dict) -> dict:
@@ -94,28 +96,45 @@ class Subject:
         shape = self.cell.own
         return draw(replace(shape, seed=shape.seed + dist.get_rank()), self.device)
 
-    def _call(self, drawn: Drawn) -> Tensor:
+    def _call(self, drawn: Drawn, blocks: Tensor | None = None) -> Tensor:
         inputs = (drawn.q, drawn.k, drawn.v, drawn.gates, self.cell.shape.config)
-        return context_parallel_attention(*inputs, self.context, backend=self.backend)
+        options = {"backend": self.backend, "blocks": blocks}
+        return context_parallel_attention(*inputs, self.context, **options)
 
     def _difference(self) -> dict[str, float]:
         """Differences of o and of gradients from the whole sequence on one rank, in fp64 on a CPU,
-        else in the shape's dtype."""
-        whole = draw(self.cell.shape, self.device)
+        else in the shape's dtype.
+
+        On a GPU the selection is drawn and given to both: 16-bit compressed keys whose sums were
+        added in another order decide ties otherwise. "rows" is then the share of queries and heads
+        whose o differs by more than MOST where both select for themselves.
+        """
+        whole, blocks = draw(self.cell.shape, self.device), None
+        layout = self.context.layout(self.cell.own.tokens)
         if self.device.type == "cpu":
             whole = wide(whole)
-        layout = self.context.layout(self.cell.own.tokens)
+        else:
+            blocks = some_blocks(self.cell.shape, self.device)
         mine = mapped(whole, lambda x: layout.shard(x, self.context.rank))
         config, leaves = self.cell.shape.config, whole.leaves()
-        o = nsa_attention(whole.q, whole.k, whole.v, whole.gates, config, backend=self.backend)
+        given, options = (whole.q, whole.k, whole.v, whole.gates, config), {"backend": self.backend}
+        o = nsa_attention(*given, **options, blocks=blocks)
         wanted = [o.detach(), *gradients(o, list(leaves.values()), whole.do)]
         del o
-        got = self._call(mine)
+        own = None if blocks is None else layout.shard(blocks, self.context.rank)
+        got = self._call(mine, own)
         found = [got.detach(), *gradients(got, list(mine.leaves().values()), mine.do)]
-        return {
+        differ = {
             name: furthest(x, layout.shard(y, self.context.rank), float(y.abs().max()))
             for name, x, y in zip(("o", *leaves), found, wanted, strict=True)
         }
+        if blocks is not None:
+            del got, found, wanted
+            with torch.no_grad():
+                o = nsa_attention(*given, **options)
+                apart = (self._call(mine) - layout.shard(o, self.context.rank)).abs().amax(-1)
+                differ["rows"] = float((apart > MOST * o.abs().max()).double().mean())
+        return differ
 
     def _timed(self, drawn: Drawn) -> dict[str, Any]:
         leaves, do = list(drawn.leaves().values()), drawn.do
@@ -186,6 +205,20 @@ def mapped(drawn: Drawn, how: Callable[[Tensor], Tensor]) -> Drawn:
 def wide(drawn: Drawn) -> Drawn:
     """The same inputs in fp64."""
     return mapped(drawn, Tensor.double)
+
+
+def some_blocks(shape: Shape, device: torch.device) -> Tensor:
+    """A selection [B, T, HKV, n] int32, one for both sides: a query's own block, and others."""
+    config, generator = shape.config, torch.Generator(device).manual_seed(shape.seed)
+    own = torch.arange(shape.tokens, device=device)[:, None, None] // config.select_block
+    size = (shape.batch, shape.tokens, shape.kv_heads, config.select_count)
+    drawn = torch.rand(size, generator=generator, device=device) * (own + 1)
+    # Spread over the past, so that no block is there twice but for early queries.
+    slot = torch.arange(config.select_count, device=device)
+    spread = (drawn + slot * (own + 1)) / config.select_count
+    blocks = spread.int().clamp(max=own.int())
+    twice = torch.nn.functional.pad(blocks.diff(dim=-1) == 0, (1, 0))
+    return blocks.masked_fill(twice, -1).sort(-1, descending=True).values.contiguous()
 
 
 def furthest(x: Tensor, y: Tensor, largest: float) -> float:
