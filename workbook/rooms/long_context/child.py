@@ -218,7 +218,9 @@ def some_blocks(shape: Shape, device: torch.device) -> Tensor:
     spread = (drawn + slot * (own + 1)) / config.select_count
     blocks = spread.int().clamp(max=own.int())
     twice = torch.nn.functional.pad(blocks.diff(dim=-1) == 0, (1, 0))
-    return blocks.masked_fill(twice, -1).sort(-1, descending=True).values.contiguous()
+    none = torch.iinfo(torch.int32).max
+    blocks = blocks.masked_fill(twice, none).sort(-1).values  # ascending, and none last
+    return blocks.masked_fill(blocks == none, -1)
 
 
 def furthest(x: Tensor, y: Tensor, largest: float) -> float:
