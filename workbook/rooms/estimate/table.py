@@ -155,6 +155,6 @@ def facts(df: pandas.DataFrame) -> list[str]:
     both = compared(df)
     steps = both[both["what"] == STEP]
     counts = steps.groupby(["backend", "estimated", "outcome"], sort=False).size()
-    lines = [f"{b}: {n} cells, foretold {e}, run {o}" for (b, e, o), n in counts.items()]
+    lines = [f"{b}: {n} cells, estimated {e}, run {o}" for (b, e, o), n in counts.items()]
     near = steps["error"].abs() <= 0.01
-    return [*lines, f"{int(near.sum())} of {len(steps)} are foretold to 1 %"]
+    return [*lines, f"{int(near.sum())} of {len(steps)} are estimated to 1 %"]

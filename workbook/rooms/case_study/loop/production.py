@@ -73,7 +73,7 @@ def run(chosen: Sequence[dict[str, Any]], device: str, folder: str | Path) -> li
     return rows
 
 
-def foretold(
+def estimated_memory(
     tokens: Sequence[int], *, longest: int, device: str, folder: str | Path, layers: int = 5
 ) -> list[dict[str, Any]]:
     """Estimated memory of a step of the loop as it was, with `layers` layers, one row a T:
