@@ -10,7 +10,7 @@ from typing import Any
 
 from scipy.stats import f as fisher
 
-from whyhung.verdict import arms as compare_paths
+from whyhung.verdict import compare_paths
 from workbook.lab.search.candidates import word
 from workbook.lab.search.execute import same_paths
 from workbook.rooms.ab.plan import Arm
