@@ -82,7 +82,7 @@ def spec_of(given: dict[str, Any]) -> TrainingSpec:
     for name in given:
         if name not in known:
             hint = nearest(name, sorted(known))
-            hint = hint if "nearest" in hint else "nsa estimate --help tells what it has"
+            hint = hint if "nearest" in hint else "nsa estimate --help lists them"
             raise ValueError(f"a training has no {name!r}; {hint}")
     changes = of_model({name: value for name, value in given.items() if name not in own})
     whole = usual | {name: value for name, value in given.items() if name in own}

@@ -1,4 +1,4 @@
-"""Does the 12-layer loop at T 2048 need checkpointing, as it was and with the right window?
+"""Decide if the 12-layer loop at T 2048 needs checkpointing, as it was and with a right window.
 
     python -m workbook.rooms.case_study.loop.production [--device cpu] [--most-gib 14] [--small]
 
