@@ -1,6 +1,6 @@
 """`nsa train`: train a language model in one process, on several ranks, or under torchrun.
 
-The options that are fields of Job or TrainConfig are declared in workbook.rooms.training.options.
+The options that are fields of Job or TrainConfig are declared in workbook.lab.options.
 """
 
 import math
@@ -21,7 +21,7 @@ from workbook.cli.options import (
     of_model,
     share,
 )
-from workbook.rooms.training.options import Options, Steps
+from workbook.lab.options import Options, Steps
 
 if TYPE_CHECKING:
     from workbook.rooms.training.job import Job

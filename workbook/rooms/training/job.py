@@ -30,7 +30,7 @@ from workbook.lab.observers.phases import PhaseTimes
 from workbook.lab.observers.stacks_on_signal import stacks_on_signal
 from workbook.lab.observers.trace import Ranges, StepTrace
 from workbook.lab.observers.watchdog import Watchdog
-from workbook.rooms.training.options import Options
+from workbook.lab.options import Options
 from workbook.rooms.training.speed import LEFT_OUT, Speed
 from workbook.runs.files import write_atomically, write_json
 from workbook.runs.store import find_machine

@@ -17,9 +17,9 @@ from whyhung.process import preflight
 from workbook.cli import main as cli
 from workbook.lab.measure.activation_model import predict
 from workbook.lab.measure.recorders import recorder_for, training_tensors
+from workbook.lab.options import Options, Steps
 from workbook.rooms.training import preflight as checks
 from workbook.rooms.training.job import Job
-from workbook.rooms.training.options import Options, Steps
 
 TINY = [
     *("train", "--preset", "cpu_test", "--set", "layers=1", "--set", "dim=32", "--set", "heads=4"),

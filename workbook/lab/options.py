@@ -1,6 +1,7 @@
-"""Options of `nsa train`, each declared once: a field with its default and its help, without torch.
+"""Options of a training, each declared once: a field with its default and its help, without torch.
 
-`workbook.cli.train` makes an option of every field, and Job has those of Options as its own.
+`workbook.cli.train` makes an option of every field, Job has those of Options as its own, and
+factors of trials take their descriptions from here.
 """
 
 from dataclasses import dataclass
