@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nsa.spelling import nearest
 from workbook.runs.environment import PACKAGE
 
@@ -64,17 +62,6 @@ def _forms(name: str, group: str, due: str, text: str, **more: Any) -> tuple[Fau
     return tuple(Fault(f"{name} {form}", settings={"form": form}, **known) for form in (0, 1))
 
 
-def _read() -> tuple[tuple[Fault, ...], ...]:
-    """Planted faults, controls and both forms of each end, from faults.yaml."""
-    told = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8"))
-    planted = tuple(Fault(**one) for one in told["planted"])
-    controls = tuple(Fault(**one, control=True) for one in told["controls"])
-    return planted, controls, sum((_forms(**one) for one in told["ends"]), ())
-
-
-PLANTED, CONTROLS, ENDS = _read()
-
-
 def folder() -> Path:
     """Return the folder of programs and faults, and add it to `sys.path`. ValueError if it is
     missing: it is part of a clone of the repository and not of an installed package."""
@@ -90,13 +77,26 @@ def folder() -> Path:
 
 
 @cache
+def listed() -> dict[str, tuple[Fault, ...]]:
+    """Faults, controls and both forms of each end, from faults.yaml: planted, controls, ends."""
+    import yaml
+
+    told = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8"))
+    return {
+        "planted": tuple(Fault(**one) for one in told["planted"]),
+        "controls": tuple(Fault(**one, control=True) for one in told["controls"]),
+        "ends": tuple(form for one in told["ends"] for form in _forms(**one)),
+    }
+
+
+@cache
 def every() -> tuple[Fault, ...]:
-    """All planted faults, the controls, and a fault for each run of a program."""
+    """All that is listed, and a fault for each run of a program."""
     folder()
     import hang_programs
 
     runs = [(program, form) for program in hang_programs.chosen() for form in program.runs]
-    return (*PLANTED, *CONTROLS, *ENDS, *(_run(*run) for run in runs))
+    return (*sum(listed().values(), ()), *(_run(*run) for run in runs))
 
 
 def _run(program: Any, form: str) -> Fault:
