@@ -118,8 +118,8 @@ def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
     for name in options:
         if name not in known:
             raise TypeError(
-                f"explain takes no {name!r}, for it tells what backend='auto' takes: its options "
-                f"are {', '.join(known)}"
+                f"explain takes no {name!r}, since it reports what backend='auto' takes: its "
+                f"options are {', '.join(known)}"
             )
     return str(registry.choose(checked(q, k, v, gates, config, **options)))
 

@@ -389,7 +389,7 @@ def check_capturable(config: TrainConfig, device: torch.device, parallel: Parall
         "step; parallel='ddp' would do, or cuda_graph=False": parallel.kind == "fsdp",
         "with find_unused_parameters=True: the host reads in every step what was unused; "
         "static_graph=True finds it once": parallel.find_unused_parameters,
-        f"with comm_hook={parallel.comm_hook!r}: its casts run in callbacks, which nobody has seen "
+        f"with comm_hook={parallel.comm_hook!r}: its casts run in callbacks, which were never seen "
         "captured; comm_hook='none' would do": parallel.comm_hook != "none",
         f"with backend={sent_by!r}: only NCCL's collectives can be captured; backend='nccl' "
         "would do": "nccl" not in sent_by,

@@ -19,14 +19,14 @@ LINES = {
     "nsa/model": (4588, 3600),
     "nsa/hf": (1227, 1230),
     "nsa/recipes": (328, 330),
-    "nsa": (19743, 15500),
-    "workbook/lab": (13257, 6500),
+    "nsa": (19990, 15500),
+    "workbook/lab": (13425, 6500),
     "workbook/runs": (6888, 4700),
     "workbook/rooms": (20751, 9500),
-    "workbook/cli": (1945, 1150),
-    "workbook": (42083, 25000),
+    "workbook/cli": (1899, 1150),
+    "workbook": (42977, 25000),
     "whyhung": (12475, 8500),
-    "tests": (64051, 34000),
+    "tests": (65071, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own

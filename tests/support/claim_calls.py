@@ -140,10 +140,10 @@ def judged_of(df) -> list[Judged]:
 def estimate(df, folder):
     claims = room("estimate", "claims").claims
     return df, {
-        "peak": claims.peak_is_foretold,
-        "backward": partial(claims.phase_is_foretold, phase="backward"),
-        "reserved": claims.reserved_is_foretold,
-        "out of memory": claims.what_does_not_fit_is_foretold,
+        "peak": claims.peak_is_estimated,
+        "backward": partial(claims.phase_is_estimated, phase="backward"),
+        "reserved": claims.reserved_is_estimated,
+        "out of memory": claims.what_does_not_fit_is_estimated,
     }
 
 

@@ -4,6 +4,6 @@
 slow work is never HANG.
 """
 
-from whyhung.verdict.rules import KINDS, Verdict, arms, compare, jeffreys, judge
+from whyhung.verdict.rules import KINDS, Verdict, compare, compare_paths, jeffreys, judge
 
-__all__ = ["KINDS", "Verdict", "arms", "compare", "jeffreys", "judge"]
+__all__ = ["KINDS", "Verdict", "compare", "compare_paths", "jeffreys", "judge"]

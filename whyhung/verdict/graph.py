@@ -112,7 +112,7 @@ class Graph:
     def edge(self, node: Node) -> dict[str, Any]:
         """Return an edge of the picture: who waits, where, for what, and for whom."""
         thread = self.threads[node]
-        wait = thread.wait or Wait("other", self.free.get(node, "nothing tells what it waits for"))
+        wait = thread.wait or Wait("other", self.free.get(node, "what it waits for is unknown"))
         others = self.others(node)
         own = [other for other in others if other[0] == node[0]]
         to = [self.label(other) for other in others if len(own) < 2 or other not in own]
@@ -251,7 +251,7 @@ def _free(process: Process, thread: Thread, works: bool, periodic: bool) -> str:
     if works:
         return "it works"
     if wait is None:
-        return "it runs" if thread.state == "R" else "nothing tells what it waits for"
+        return "it runs" if thread.state == "R" else "what it waits for is unknown"
     if wait.left_s is not None:
         return "its timer only asks again" if periodic else "a timer ends its wait"
     return "something outside may end its wait" if wait.outside else ""

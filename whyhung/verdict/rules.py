@@ -360,22 +360,22 @@ def compare(trials: Sequence[Evidence | Verdict]) -> Verdict:
     return Verdict("FLAKY", label, "one spec, different verdicts", because, numbers=numbers)
 
 
-def arms(a: Evidence, b: Evidence) -> Verdict:
+def compare_paths(a: Evidence, b: Evidence) -> Verdict:
     """Check that two variants of a comparison differ: INVALID if both ran the same path.
 
     PASS if their witnesses differ, however often each path ran; INCONCLUSIVE without both.
     """
-    paths = [_paths(arm.witness) for arm in (a, b)]
+    paths = [_paths(variant.witness) for variant in (a, b)]
     if None in paths:
         who = " and ".join(name for name, p in zip("ab", paths, strict=True) if p is None)
-        why = f"no path witness of arm {who}: nothing tells what ran"
-        return Verdict("INCONCLUSIVE", "no-witness", "arms without a witness", [why])
+        why = f"no path witness of variant {who}: what it ran is unknown"
+        return Verdict("INCONCLUSIVE", "no-witness", "variants without a witness", [why])
     if paths[0] == paths[1]:
-        why = f"both arms ran {', '.join(sorted(paths[0])) or 'nothing'}"
-        return Verdict("INVALID", "same-path", "both arms ran the same path", [why])
+        why = f"both variants ran {', '.join(sorted(paths[0])) or 'nothing'}"
+        return Verdict("INVALID", "same-path", "both variants ran the same path", [why])
     only = [", ".join(sorted(paths[i] - paths[1 - i])) or "nothing else" for i in (0, 1)]
     why = [f"only the first ran {only[0]}", f"only the second ran {only[1]}"]
-    return Verdict("PASS", "", "the arms ran different paths", why)
+    return Verdict("PASS", "", "the variants ran different paths", why)
 
 
 def _paths(witness: dict[str, Any] | None) -> set[str] | None:

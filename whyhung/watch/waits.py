@@ -163,7 +163,7 @@ class Reader:
         except OSError:
             mode = 0
         if stat.S_ISFIFO(mode):
-            text = f"opens {path}, a FIFO that nobody has opened at its other end"
+            text = f"opens {path}, a FIFO that no process has opened at its other end"
             return outside("fifo", text)
         return outside("disk", f"opens {path}")
 
@@ -252,7 +252,7 @@ def stopped(state: str, tracer: int) -> Wait:
     """Wait of a thread in state T, or t under a tracer."""
     if tracer:
         return outside("stopped", f"is held by process {tracer}, which traces it")
-    return Wait("stopped", "is stopped by a signal, until somebody sends SIGCONT")
+    return Wait("stopped", "is stopped by a signal, until a process sends SIGCONT")
 
 
 def refused(wchan: str) -> Wait:

@@ -19,11 +19,13 @@ def add(commands) -> None:
     option("--slurm", metavar="NAME=VALUE", help=text, **SEVERAL)
     text = "how many beside each other; default: as many as GPUs, one without any; 100 on Slurm"
     option("--at-once", type=int, metavar="N", help=text)
-    option("--dry-run", action="store_true", help="tell what would be run, and how long, and end")
-    option("--status", action="store_true", help="tell where its jobs stand, and end")
+    option(
+        "--dry-run", action="store_true", help="print what would run, and for how long, and exit"
+    )
+    option("--status", action="store_true", help="print the state of its jobs, and exit")
     option("--cancel", action="store_true", help="end what runs; the same plan goes on later")
     option("--retry", action="store_true", help="run also what failed")
-    option("--anew", action="store_true", help="begin anew where notebooks or nsa/ have changed")
+    option("--anew", action="store_true", help="start over where notebooks or nsa/ have changed")
     option("--yes", action="store_true", help=f"do not ask, though more than {ASK} are to run")
     option("--quiet", action="store_true", help="no progress, only a line for each job")
     share(made, "--budget", "--evidence", "--json", "--runs", "--notebooks")

@@ -57,7 +57,7 @@ def estimate(arguments) -> int:
             fits = {n: estimates.largest(spec, n, arguments.fits, **how) for n in names}
             fits |= {"gib": arguments.fits}
     except RuntimeError as error:  # its step needs values, which a trace does not have
-        raise ValueError(f"this training cannot be foretold: {error}") from error
+        raise ValueError(f"this training cannot be estimated: {error}") from error
     if arguments.json:
         plain = {n: asdict(b) if n != "gib" else b for n, b in (fits or {}).items()}
         content = {"spec": spec.to_dict(), "estimate": asdict(found), "fits": plain or None}
@@ -82,7 +82,7 @@ def spec_of(given: dict[str, Any]) -> TrainingSpec:
     for name in given:
         if name not in known:
             hint = nearest(name, sorted(known))
-            hint = hint if "nearest" in hint else "nsa estimate --help tells what it has"
+            hint = hint if "nearest" in hint else "nsa estimate --help lists them"
             raise ValueError(f"a training has no {name!r}; {hint}")
     changes = of_model({name: value for name, value in given.items() if name not in own})
     whole = usual | {name: value for name, value in given.items() if name in own}
@@ -107,7 +107,7 @@ def _like(run: str, runs: str) -> dict[str, Any]:
     if train.get("accumulate", 1) > 1 or train["precision"] == "fp16":
         raise ValueError(
             f"--like {run}: it has accumulate={train['accumulate']} and "
-            f"precision={train['precision']}; foretold are accumulate=1, with fp32 or bf16"
+            f"precision={train['precision']}; accumulate=1 with fp32 or bf16 can be estimated"
         )
     base = preset(model["name"]).to_dict()
     changed = {name: value for name, value in model.items() if value != base.get(name)}

@@ -4,9 +4,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from whyhung import cli as hung
 from whyhung.cli import BAD_INPUT, FAILED, GOOD, duration
@@ -67,6 +69,28 @@ def share(made: argparse.ArgumentParser, *names: str) -> None:
             text = f"{given['help']}; default: %(default)s"
             given |= {"default": place(), "metavar": "DIR", "help": text}
         made.add_argument(name, **given)
+
+
+def of_fields(made: argparse.ArgumentParser, owner: type, **changes: dict[str, Any]) -> None:
+    """Add an option for each field of a dataclass whose metadata has its "help", by
+    workbook.lab.training.setting; it is stored under the field's name.
+
+    Its type, default and choices are the field's, the rest of the metadata is argparse's.
+    changes: other keywords for some fields, by name.
+    """
+    for one in fields(owner):
+        told = {n: x for n, x in one.metadata.items() if n != "least"}
+        option = told.pop("option", "--" + one.name.replace("_", "-"))
+        given = {"dest": one.name, "default": one.default} | told
+        kind = next(k for k in (*get_args(one.type), one.type) if k is not NoneType)
+        if isinstance(one.default, bool):
+            given["action"] = "store_false" if one.default else "store_true"
+        elif isinstance(one.default, tuple):
+            given["default"] = []
+            given |= {} if "action" in told else {"type": words}
+        else:
+            given["type"] = kind
+        made.add_argument(option, **given | changes.get(one.name, {}))
 
 
 def check_json(file: str | None) -> None:

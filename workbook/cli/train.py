@@ -1,6 +1,6 @@
 """`nsa train`: train a language model in one process, on several ranks, or under torchrun.
 
-An option is stored (`dest`) under the name of the field of Job or TrainConfig that it sets.
+The options that are fields of Job or TrainConfig are declared in workbook.lab.options.
 """
 
 import math
@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.spelling import settings
-from workbook.cli.options import BAD_INPUT, FAILED, GOOD, SEVERAL, command, of_model, share, words
-from workbook.lab.observers.deferred import SAMPLED
-from workbook.lab.training import TrainingSpec
+from workbook.cli.options import (
+    BAD_INPUT,
+    FAILED,
+    GOOD,
+    SEVERAL,
+    command,
+    of_fields,
+    of_model,
+    share,
+)
+from workbook.lab.options import Options, Steps
 
 if TYPE_CHECKING:
     from workbook.rooms.training.job import Job
@@ -34,95 +42,16 @@ def add(commands) -> None:
     option("--preset", default="production", metavar="NAME", help="production by default")
     text = "a field of the model's config, as backend=triton or nsa.window=64"
     option("--set", metavar="NAME=VALUE", help=text, **SEVERAL)
-    text = (
-        "text (Python's own library, the default), synthetic, copy, needle, recall, fineweb-edu, "
-        "or a file or folder"
-    )
-    option("--data", default="text", metavar="DATA", help=text)
-    option("--steps", type=int, default=100, help="how many, those of --resume included")
-    told = {
-        name: field.metadata["help"] for name, field in TrainingSpec.__dataclass_fields__.items()
-    }
-    option("--batch", type=int, default=8, help=told["batch"])
-    option("--tokens", type=int, help="T; by default what the preset is made for")
-    option("--lr", type=float, default=1e-3, help="learning rate")
-    option("--min-lr", type=float, default=0.0, help="where a cosine ends")
-    option("--schedule", choices=("constant", "cosine"), default="constant", help="after warm-up")
-    text = "steps to reach the rate"
-    option("--warmup", type=int, default=10, metavar="STEPS", help=text, dest="warmup_steps")
-    option("--precision", choices=("fp32", "bf16", "fp16"), help="bf16 on a GPU, fp32 without")
-    option("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step")
-    option("--checkpoint", metavar="LAYERS", help="recompute these in the backward: all or 2:8")
-    option("--compile", action="store_true", help=told["compile"])
-    option("--cuda-graph", action="store_true", help=told["cuda_graph"])
-    share(made, "--device")
-    option("--seed", type=int, default=1337, help=told["seed"])
-    option("--ranks", type=int, metavar="N", help="start so many processes on this host")
-    option("--port", type=int, help="where they meet; by default a free one")
-    text = "ddp with --ranks, else none"
-    option("--parallel", choices=("none", "ddp", "fsdp"), help=text, dest="kind")
-    text = "ranks that share each sequence: a divisor of all ranks (docs/parallel.md)"
-    option("--cp", type=int, default=1, metavar="N", help=text)
-    text = "how they do: gather (all keys on each rank, the default) or ulysses (heads for tokens)"
-    option("--cp-method", choices=("gather", "ulysses"), default="gather", help=text)
-    text = "nccl on GPUs, gloo on CPUs"
-    option("--dist-backend", choices=("gloo", "nccl"), help=text, dest="backend")
-    option("--static-graph", action="store_true", help="DDP: every step uses the same parameters")
-    option("--find-unused", action="store_true", help="DDP: look for unused parameters each step")
-    option("--bucket-mb", type=float, default=25.0, help="DDP: size of a bucket of gradients")
-    text = "DDP: bf16 averages gradients in bf16, so that half the bytes are sent"
-    option("--comm-hook", choices=("none", "bf16"), default="none", help=text)
-    text = "DDP: gradients are held beside the buckets, as torch's default has it"
-    option("--no-bucket-view", action="store_false", help=text, dest="gradient_as_bucket_view")
-    option("--save-every", type=int, metavar="STEPS", help="checkpoints; the last two are kept")
-    text = "keep no checkpoint at the end; by default the last one stays"
-    option("--no-weights", action="store_false", dest="weights", help=text)
-    option("--eval-every", type=int, metavar="STEPS", help="loss on batches never trained on")
-    option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run")
-    text = (
-        "csv, tensorboard, arrival, buckets, modules, phases, ranges (for NSight), stats; what "
-        "each costs stands in its docstring"
-    )
-    option("--observe", type=words, default=[], metavar="NAME,NAME", help=text)
-    text = "from one look of arrival and modules to the next; 1 looks at all"
-    option("--observe-every", type=int, default=SAMPLED, metavar="STEPS", help=text)
+    of_fields(made, Steps)
+    text = "recompute these in the backward: all or 2:8"
+    option("--checkpoint", metavar="LAYERS", help=text)
+    of_fields(made, Options, ranks={"default": None}, kind={"default": None})
+    option("--port", type=int, help="where ranks meet; by default a free one")
     text = (
         "what a foreign process on the GPU, too little memory or a stale installation does: refuse "
         "(default), warn or off"
     )
     option("--preflight", choices=("refuse", "warn", "off"), default="refuse", help=text)
-    text = (
-        "a step whose loss or gradient norm is not finite ends the run with its cause (stop, the "
-        "default), or is left out and counted (skip); steps that fp16's loss scaler skips are usual"
-    )
-    option("--nonfinite", choices=("stop", "skip"), default="stop", help=text)
-    text = "with --nonfinite skip: more in a row end the run; 10 by default"
-    option("--max-skips", type=int, metavar="STEPS", help=text)
-    text = (
-        "warn of it, or stop there: flat (steps without a lower loss), collapse (share of gates in "
-        "one branch), zero (looks at which a gradient was 0) or memory (MiB or GiB), as "
-        "memory=60GiB:warn,65GiB:stop; NAME=stop takes the usual limit, NAME=off none. Usual are "
-        "flat=500:warn, zero=3:warn and, with --observe stats, collapse=0.9:warn"
-    )
-    option("--guard", metavar="NAME=LIMIT:ACTION", help=text, **SEVERAL)
-    text = (
-        "report, the default: tells when a step takes 5 times the slowest of the last 50 and at "
-        "least a minute, and where it stands; nothing is ended"
-    )
-    option("--watchdog", choices=("report", "off"), default="report", help=text)
-    text = "when it is there the run ends in order; HALT in the run's folder by default"
-    option("--halt-file", metavar="PATH", help=text)
-    text = (
-        "these steps (20:23), or so many, under torch's profiler: a trace for Perfetto in the "
-        "run's folder, and tables of time; --memory-snapshot has those of memory"
-    )
-    option("--profile", default="", metavar="STEPS", help=text)
-    text = (
-        "who holds the memory of this step, counted from 0 (by default the second): by category, "
-        "module and line of source, before the backward, after it and at the peak; on a GPU also "
-        "torch's own snapshot file"
-    )
-    option("--memory-snapshot", nargs="?", const="second", default="", metavar="STEP", help=text)
     # not --run: torchrun reads that as a prefix of its own --run-path, even behind -m nsa
     option("--into", metavar="DIR", help="this run's folder; by default a new one below --runs")
     share(made, "--runs")

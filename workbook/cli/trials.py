@@ -42,7 +42,7 @@ def add(commands) -> None:
     text = "instead of a trial: hung, slow, wrong or sound, and GO or NO-GO, from all stored runs"
     made.add_argument("--decide", action="store_true", help=text)
     made.add_argument("--markdown", action="store_true", help="as markdown, for a notebook")
-    made.add_argument("--again", action="store_true", help="judge it anew, by today's rules")
+    made.add_argument("--again", action="store_true", help="judge it again, by today's rules")
     share(made, "--trials", "--runs")
 
 

@@ -24,7 +24,8 @@ OWN = {"attention", "layers", "backend", "checkpoint"}  # ModelConfig fields tha
 def setting(told: str, default: Any = MISSING, **limits: Any) -> Any:
     """Field of a spec: what it is, its default, and `least` or `choices`, which limit its values.
 
-    Factors of trials and options of commands take all three from here.
+    Factors of trials and options of commands take all three from here; `option` is the option's
+    name if it is not the field's, and all else is argparse's.
     """
     return field(default=default, metadata={"help": told} | limits)
 

@@ -171,7 +171,7 @@ def not_for_auto(inputs: Inputs) -> list[str]:
     """Reasons why `auto` skips this backend although it would run."""
     reasons = [] if inputs.q.is_cuda else ["computes T x T scores on a CPU"]
     if inputs.cu_seqlens is not None:
-        reasons.append("compiles anew for each length of a packed sequence")
+        reasons.append("recompiles for each length of a packed sequence")
     return reasons
 
 

@@ -270,7 +270,7 @@ def test_auto_takes_the_first_that_can_and_says_why_the_others_declined():
     assert why.startswith("auto takes packed:") and "flex declined: flex_attention has no" in why
     with torch.no_grad():
         assert "flex declined: computes T x T scores on a CPU" in explain(*args)
-    with pytest.raises(TypeError, match=r"explain takes no 'backend', for it tells what"):
+    with pytest.raises(TypeError, match=r"explain takes no 'backend', since it reports what"):
         explain(*args, backend="gather")
 
 

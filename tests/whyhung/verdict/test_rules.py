@@ -36,7 +36,7 @@ from verdict_cases import (
 )
 
 from whyhung.process.observer import START_STALL_S
-from whyhung.verdict import KINDS, Verdict, arms, compare, jeffreys, judge
+from whyhung.verdict import KINDS, Verdict, compare, compare_paths, jeffreys, judge
 from whyhung.verdict.opened import PATIENCE_S
 from whyhung.verdict.rests import WAIT_S
 from whyhung.verdict.stalls import place_of
@@ -263,12 +263,12 @@ def test_arms_that_ran_one_path_are_invalid():
         return returned(witness={"paths": ran, "backends": {name: times}} | more)
 
     one, other = arm("gather"), arm("masked")
-    assert arms(one, arm("gather", 60)).label == "INVALID:same-path"
-    assert arms(one, other).kind == "PASS"
-    assert "only the second ran slc: masked" in arms(one, other).because
-    assert arms(one, returned(witness=None)).label == "INCONCLUSIVE:no-witness"
-    assert arms(one, returned(witness={"paths": {}})).kind == "INCONCLUSIVE"
-    assert arms(arm("gather", compiled=False), arm("gather", compiled=True)).kind == "PASS"
+    assert compare_paths(one, arm("gather", 60)).label == "INVALID:same-path"
+    assert compare_paths(one, other).kind == "PASS"
+    assert "only the second ran slc: masked" in compare_paths(one, other).because
+    assert compare_paths(one, returned(witness=None)).label == "INCONCLUSIVE:no-witness"
+    assert compare_paths(one, returned(witness={"paths": {}})).kind == "INCONCLUSIVE"
+    assert compare_paths(arm("gather", compiled=False), arm("gather", compiled=True)).kind == "PASS"
 
 
 def test_every_kind_can_be_reached():

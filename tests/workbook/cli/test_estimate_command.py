@@ -118,14 +118,14 @@ def test_words_are_fields_of_the_training_or_of_its_model():
         ([*TINY[:-1], "device=cpu", "backend=flash"], "GPU"),
     ],
 )
-def test_what_cannot_be_foretold_is_one_line_and_exit_code_2(words, message, capsys, monkeypatch):
+def test_what_cannot_be_estimated_is_one_line_and_exit_code_2(words, message, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cli.main(["estimate", *words]) == 2
     told = capsys.readouterr().err
     assert told.startswith("nsa: ") and message in told and told.count("\n") == 1
 
 
-def test_our_kernels_are_foretold_where_triton_is_and_else_it_says_so(capsys, monkeypatch):
+def test_our_kernels_are_estimated_where_triton_is_and_else_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr("nsa.attention.backends.triton.INSTALLED", False)
     assert cli.main(["estimate", *TINY[:-1], "backend=triton"]) == 2
     assert "need Triton, but no GPU: pip install 'nsa[triton]'" in capsys.readouterr().err

@@ -22,7 +22,7 @@ def calibrated() -> Gpu:
     if not torch.cuda.is_available():
         raise ValueError("a GPU is calibrated on itself, and torch finds none here")
     if others := preflight.foreign():
-        raise ValueError(f"{others[0]}; calibrate where nobody else uses it")
+        raise ValueError(f"{others[0]}; calibrate where no other process uses it")
     ended = run_child(f"{__name__}:measure", {}, deadline_s=DEADLINE_S)
     if ended.result is None:
         raise ValueError(f"the training that was to be read did not end well: {ended.message}")

@@ -32,7 +32,7 @@ def check(backend: str) -> None:
     """Raise ValueError if estimating the backend needs a library that is missing here."""
     if backend == "triton" and not triton.INSTALLED:
         raise ValueError(
-            "backend=triton is foretold by its kernels' launchers, which need Triton, but "
+            "backend=triton is estimated by its kernels' launchers, which need Triton, but "
             "no GPU: pip install 'nsa[triton]'; any other backend needs nothing"
         )
 

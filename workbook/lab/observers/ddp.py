@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from workbook.lab.measure.timing import mark, seconds_between
 
 MOST_STEPS = 8
-_ONE_HOOK = "DDP takes one communication hook only; wrap the model anew to trace its buckets"
+_ONE_HOOK = "DDP takes one communication hook only; wrap the model again to trace its buckets"
 
 
 class BucketTrace:
@@ -121,7 +121,7 @@ class BucketTrace:
             self._count += 1
             if self._count == self._last + 1 and self._out is not None:
                 self._out.write(
-                    "bucket trace: done. Its hook stays until the model is wrapped anew and costs "
+                    "bucket trace: done. Its hook stays until the model is wrapped again and costs "
                     "one call of Python and one more pass over the gradients for each bucket "
                     f"({1e3 * self._hook_s / self._count:.2f} ms of the host's time a step so "
                     "far)\n"

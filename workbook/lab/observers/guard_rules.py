@@ -15,6 +15,7 @@ from statistics import median
 
 from nsa.spelling import choice, pair
 
+BOUND = 10  # skipped steps in a row
 ACTIONS = ("warn", "stop", "off")
 GIB_IN_MIB = 1024.0
 EXAMPLE = "--guard memory=60GiB:warn,65GiB:stop"

@@ -22,6 +22,7 @@ from workbook.lab.measure.recorders import MIB, local, resident_mib
 from workbook.lab.observers.cause import cause
 from workbook.lab.observers.deferred import Deferred
 from workbook.lab.observers.guard_rules import (
+    BOUND,
     KINDS,
     Level,
     check_memory,
@@ -33,7 +34,6 @@ from workbook.lab.observers.guard_rules import (
 
 LAG = 2  # steps that the host may be ahead of a GPU, so that no step waits for its own numbers
 EVERY = 50  # steps from one check of each parameter's gradient to the next
-BOUND = 10  # skipped steps in a row
 GROWN = 100.0  # weights of a healthy training are far smaller
 TEXT = 1000  # characters of a halt file that are kept
 KEPT = 2  # checkpoints: the last good one, and the one before it

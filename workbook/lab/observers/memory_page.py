@@ -89,7 +89,7 @@ def text(record: dict[str, Any]) -> str:
     )  # fmt: skip
     lines += ["", *columns(table, {}, left=("category",))]
     share, aim = record["explained"], f"{ENOUGH:.0%}"
-    lines += ["", f"{share:.1%} of the peak is told by module and line (aim: {aim})"]
+    lines += ["", f"{share:.1%} of the peak is attributed to modules and lines (aim: {aim})"]
     shown = [
         {"held": size(row["mib"]), "share": f"{row['share']:.1%}", "category": row["category"]}
         | {"allocated in": row["phase"], "module": row["module"] or "-"}

@@ -36,7 +36,7 @@ def chosen(asked: str, steps: range, profiled: range, graph: bool) -> int | None
     if graph:
         raise ValueError(
             "a CUDA graph replays a step without phases and allocates nothing in it: "
-            "--memory-snapshot without --cuda-graph tells what the same step holds"
+            "--memory-snapshot without --cuda-graph shows what the same step holds"
         )
     if asked == SECOND and steps:
         asked = str(steps[:2][-1])

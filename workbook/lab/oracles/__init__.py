@@ -145,7 +145,7 @@ class Watch(Steps):
         if name in self._watching:
             return self._watching[name].result()
         if remake is None:
-            return unknown("the subject cannot be made anew here")
+            return unknown("the subject cannot be rebuilt here")
         if name == "checkpoint":
             return compare.checkpointing(remake)
         settings = self._settings or dict(getattr(remake({}), "settings", {}))

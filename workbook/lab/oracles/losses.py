@@ -37,7 +37,7 @@ class Losses:
         losses = self._finite()
         if most:
             if not losses:
-                return unknown("no loss was told")
+                return unknown("no loss was reported")
             step, worst = max(losses.items(), key=lambda item: item[1])
             said = f"the largest loss is {worst:.4g}, in step {step}; at most {most} was stated"
             return broken("loss-explosion", said) if worst > float(most) else ok(said)
@@ -57,7 +57,7 @@ class Losses:
         values = list(self._finite().values())
         if most:
             if not values:
-                return unknown("no loss was told")
+                return unknown("no loss was reported")
             last = median(values[-max(1, len(values) // 10) :])
             said = f"the loss ends at {last:.4g}; at most {most} was stated"
             return broken("loss-plateau", said) if last > float(most) else ok(said)

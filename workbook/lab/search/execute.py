@@ -13,7 +13,7 @@ from typing import Any
 from whyhung.process.gpus import Gpus
 from whyhung.process.runner import Spec
 from whyhung.process.trial import Stopped
-from whyhung.verdict import Verdict, arms, compare
+from whyhung.verdict import Verdict, compare, compare_paths
 from whyhung.watch.evidence import Evidence
 from workbook.lab.search import calibration
 from workbook.lab.search.bisection import Bisection
@@ -181,7 +181,7 @@ def same_paths(done: Sequence[Done]) -> Iterator[tuple[Done, Done]]:
     for one, other in combinations(done, 2):
         differ = [name for name in one.cell if one.cell[name] != other.cell[name]]
         comparable = len(differ) == 1 and differ[0] in PATHS and one.evidence.witness
-        if comparable and arms(one.evidence, other.evidence).kind == "INVALID":
+        if comparable and compare_paths(one.evidence, other.evidence).kind == "INVALID":
             yield one, other
 
 

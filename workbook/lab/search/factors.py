@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from nsa.spelling import nearest
+from workbook.lab.options import Options, Steps
 from workbook.lab.search.candidates import word
 from workbook.lab.training import TrainingSpec
 
@@ -175,11 +176,12 @@ def _preset(value: Any) -> str:
 def of_spec(
     name: str, default: Any = None, legal: Any = None, *, field: str = "", place: str = "settings"
 ) -> Factor:
-    """Factor of a TrainingSpec's field, by default of the same name.
+    """Factor of a field of TrainingSpec or of a training's options, by default of the same name.
 
     Its help is the field's; so are its default, and what is legal, unless they are given.
     """
-    found = TrainingSpec.__dataclass_fields__[field or name]
+    owners = (owner.__dataclass_fields__ for owner in (TrainingSpec, Options, Steps))
+    found = next(known[field or name] for known in owners if (field or name) in known)
     limits = found.metadata
     if legal is None:
         legal = whole(limits["least"]) if "least" in limits else limits.get("choices", SWITCH)
@@ -244,14 +246,14 @@ TRAINING = {factor.name: factor for factor in (
            "bf16, a specimen: no fp32 weights behind them, which the Trainer itself refuses"),
     Factor("communication", "auto", ("auto", "gloo", "nccl"), "of several ranks"),
     of_spec("parallel", "ddp", ("ddp", "fsdp")),
-    Factor("static_graph", False, SWITCH, "DDP: every step uses the same parameters"),
-    Factor("find_unused_parameters", False, SWITCH, "DDP: look for unused parameters each step"),
-    Factor("bucket_mb", 25, positive, "DDP: size of a bucket of gradients"),
-    Factor("comm_hook", "none", ("none", "bf16"), "DDP: bf16 averages gradients in bf16"),
+    of_spec("static_graph"),
+    of_spec("find_unused_parameters", field="find_unused"),
+    of_spec("bucket_mb", 25, positive),
+    of_spec("comm_hook"),
     Factor("gradient_as_bucket_view", True, SWITCH, "DDP: off, gradients are held twice"),
     Factor("device", "auto", ("auto", "cpu", "cuda"), "a GPU where there is one"),
     of_spec("data", "synthetic"),
-    Factor("lr", 1e-3, positive, "learning rate"),
+    of_spec("lr", legal=positive),
     Factor("warmup_steps", 10, whole(1), "until it is reached; 1 is none"),
     Factor("threads", None, or_none(whole(1)), "of torch on the CPU; none: its own choice"),
     of_spec("changes", {}, _changes),

@@ -10,7 +10,7 @@ from typing import Any
 
 from scipy.stats import f as fisher
 
-from whyhung.verdict import arms as compare_paths
+from whyhung.verdict import compare_paths
 from workbook.lab.search.candidates import word
 from workbook.lab.search.execute import same_paths
 from workbook.rooms.ab.plan import Arm
@@ -249,7 +249,7 @@ def _ratio(rule: Rule, results: Results, base: Any, value: Any) -> Ratio:
             _middles([chosen[0][0], chosen[1][0]], of, results)
             pairs += zip(*(results.values(arms[0], of) for arms in chosen), strict=True)
     if not pairs:
-        raise Undecided(f"{word(base)} and {word(value)} stand beside each other in no two arms")
+        raise Undecided(f"{word(base)} and {word(value)} are compared by no two arms")
     if not all(a > 0 and b > 0 for a, b in pairs):
         raise Undecided(f"{of} is 0 in some arm, which has no ratio")
     found = paired_ratio(*zip(*pairs, strict=True))

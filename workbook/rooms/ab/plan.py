@@ -157,7 +157,7 @@ class ABPlan:
         factor = known.find(self.subject, name)
         if factor is None:
             raise ValueError(
-                f"{name!r} is a setting of {self.subject}, whose default nobody knows here; "
+                f"{name!r} is a setting of {self.subject}, whose default is unknown here; "
                 "give it in every arm"
             )
         return factor.default

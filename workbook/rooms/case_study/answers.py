@@ -101,7 +101,7 @@ def operations_explain(stored: Stored) -> Answer:
     return Answer(fewer and slower, told, (run.metrics,))
 
 
-def arms_differ(stored: Stored) -> Answer:
+def paths_differ(stored: Stored) -> Answer:
     found = _steps_cost(stored)
     if found is None:
         return NOTHING
@@ -169,7 +169,7 @@ def _factor_matters(stored: Stored, factor: str, least: Collection[str] = ()) ->
         if len(ended) > 1 and set(least) <= set(ended):
             apart = len({frozenset(outcomes) for outcomes in ended.values()}) > 1
             told = "; ".join(", ".join(sorted(outcomes)) for outcomes in ended.values())
-            return Answer(apart, f"{len(ended)} arms of {factor}: {told}", (run.metrics,))
+            return Answer(apart, f"{len(ended)} variants of {factor}: {told}", (run.metrics,))
     return NOTHING
 
 

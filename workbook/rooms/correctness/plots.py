@@ -40,21 +40,18 @@ def what_is_seen(found: Definition):
     return fig
 
 
-def importance_of(found: Definition, query: int, group: int = 0):
-    """Plot Eq. 8 to 11 for one query: p_cmp by head, the matrix of Eq. 9, importance, the choice.
-
-    Raises ValueError for a query or group that does not exist.
-    """
-    if not (0 <= query < found.tokens and 0 <= group < len(found.p_cmp)):
-        there = f"{found.tokens} queries and {len(found.p_cmp)} groups"
-        raise ValueError(f"query {query}, group {group}: the picture has {there}")
+def importance_of(found: Definition, query: int):
+    """Plot Eq. 8 to 11 for one query of the first group: p_cmp by head, the matrix of Eq. 9,
+    importance, the choice. Raises ValueError for a query that does not exist."""
+    if not 0 <= query < found.tokens:
+        raise ValueError(f"query {query}: the picture has {found.tokens} queries")
     config = found.config
     with looks.style():
         import matplotlib.pyplot as plt
 
         fig, (left, middle, right) = plt.subplots(1, 3, figsize=(11.5, 3.2))
         below = np.zeros(found.p_cmp.shape[-1])
-        for head, line in enumerate(found.p_cmp[group, :, query].numpy()):
+        for head, line in enumerate(found.p_cmp[0, :, query].numpy()):
             look = {"width": 0.85, "label": f"head {head}", "color": HEADS[head % len(HEADS)]}
             left.bar(np.arange(len(line)), line, bottom=below, **look)
             below += line
@@ -66,9 +63,9 @@ def importance_of(found: Definition, query: int, group: int = 0):
         middle.grid(False)
         middle.set(title="strides shared, M (Eq. 9)", xlabel="compressed key i", ylabel="block j")
         fig.colorbar(image, ax=middle, ticks=range(int(found.matrix.max()) + 1))
-        chosen = {int(j) for j in found.blocks[group, query] if j >= 0}
+        chosen = {int(j) for j in found.blocks[0, query] if j >= 0}
         own = query // config.select_block
-        for j, value in enumerate(found.importance[group, query].numpy()):
+        for j, value in enumerate(found.importance[0, query].numpy()):
             forced = j < config.select_initial or own - config.select_local < j <= own
             colour = "#D55E00" if forced else "#0072B2" if j in chosen else "#bbbbbb"
             height = value if j <= own else 0.0
@@ -83,12 +80,12 @@ def importance_of(found: Definition, query: int, group: int = 0):
     return fig
 
 
-def gates_of(found: Definition, head: int = 0):
-    """Plot the three gates of one head over the tokens; they need not add up to 1."""
+def gates_of(found: Definition):
+    """Plot the three gates of the first head over the tokens; they need not add up to 1."""
     with looks.figure(1, 2.2) as (fig, (axes,)):
         for index, (branch, name) in enumerate(BRANCHES.items()):
-            axes.plot(found.gates[:, head, index], color=COLOURS[branch], label=name)
-        axes.set(title=f"gates of head {head} (Eq. 5)", xlabel="token", ylim=(0, 1))
+            axes.plot(found.gates[:, 0, index], color=COLOURS[branch], label=name)
+        axes.set(title="gates of head 0 (Eq. 5)", xlabel="token", ylim=(0, 1))
         fig.set_dpi(SMALL)  # lines over a grid weigh most in a notebook
     return fig
 

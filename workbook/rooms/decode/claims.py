@@ -63,7 +63,7 @@ def all_claims(results: Sequence[Result], equals: Sequence[Equal], counted: Coun
         nothing_broke(df),
         reads_only_its_keys(results),
         reads_as_the_paper_says(results),
-        memory_is_foretold(df, counted),
+        memory_is_estimated(df, counted),
         counters_count(counted),
     ]
 
@@ -163,10 +163,10 @@ def reads_as_the_paper_says(results: Sequence[Result]) -> Claim:
     return claim.over(f"T {tokens}" for tokens in sorted(planned - {*found}))
 
 
-def memory_is_foretold(df: pandas.DataFrame, counted: Counted) -> Claim:
+def memory_is_estimated(df: pandas.DataFrame, counted: Counted) -> Claim:
     """Claim that estimated bytes match a layer's cache in the allocator and a small model's."""
     rows = df[df["cache_bytes"].notna() & (df["operation"] == NSA)]
-    sentence = f"a cache takes the bytes that were foretold, to {MEMORY:.0%}"
+    sentence = f"a cache takes the estimated bytes, to {MEMORY:.0%}"
     if not len(rows):
         return Claim.undecided(sentence, NO_VALUE)
     over = rows["cache_bytes"] / rows["foretold_bytes"]
@@ -174,7 +174,7 @@ def memory_is_foretold(df: pandas.DataFrame, counted: Counted) -> Claim:
     model = counted.held_bytes / counted.foretold_bytes
     worst = max(float((over - 1).abs().max()), abs(model - 1))
     evidence = {"caches": len(rows), "furthest": f"{at['layout']} at {at['size']}"}
-    evidence |= {"off by": worst, "a model's, held / foretold": model}
+    evidence |= {"off by": worst, "a model's, held / estimated": model}
     claim = Claim(sentence, verdict_of(worst <= MEMORY), evidence)
     return claim.over(_lost(df[df["operation"] == NSA], "cache_bytes"))
 

@@ -124,10 +124,10 @@ def model(seed: int) -> Counted:
     seen = _seen(TOKENS, TINY_CONFIG)
     last, every = ({b: BATCH * x for b, x in one.items()} for one in (seen[-1], _sum(seen)))
     held = sum(x.untyped_storage().nbytes() for x in _tensors(cache))
-    foretold = NSACache.bytes_for(config, BATCH, TOKENS, **kept)
+    estimated = NSACache.bytes_for(config, BATCH, TOKENS, **kept)
     equal = _equal("a model's logits", f"pages of {TINY_CONFIG.select_block}", outputs, whole)
     return Counted(
-        equal, told["last_step"], told["in_all"], last, every, told["bytes"], foretold, held
+        equal, told["last_step"], told["in_all"], last, every, told["bytes"], estimated, held
     )
 
 

@@ -112,10 +112,10 @@ def memory(results: Sequence[Result]):
             name = "dense" if operation == DENSE else f"NSA, {layout}"
             options = {"color": colour, "marker": marker, "ls": "none", "label": name}
             left.plot(line["tokens"], line["cache_bytes"] / line["batch"] / MIB, **options)
-            foretold = line["foretold_bytes"] / line["batch"] / MIB
-            left.plot(line["tokens"], foretold, "--", color=colour, lw=1)
+            estimated = line["foretold_bytes"] / line["batch"] / MIB
+            left.plot(line["tokens"], estimated, "--", color=colour, lw=1)
         left.set(xlabel="cached tokens", ylabel="MiB a sequence and layer")
-        looks.title(left, "Cache: measured (dots), foretold (lines)")
+        looks.title(left, "Cache: measured (dots), estimated (lines)")
         cells = sorted({r.cell.tokens: r.cell for r in results}.values(), key=lambda c: c.tokens)
         lengths = [cell.tokens for cell in cells]
         for branch in BRANCHES:

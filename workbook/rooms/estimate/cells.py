@@ -68,7 +68,7 @@ def grid(
     cells = [TrainingSpec(**cell, data="synthetic", **fixed) for cell in chosen]
     if not cells:
         given = {name: list(values[name]) for name in FACTORS}
-        raise ValueError(f"no cell to foretell: {given}, longest={list(longest)}")
+        raise ValueError(f"no cell to estimate: {given}, longest={list(longest)}")
     order = values["backends"]
     return sorted(cells, key=lambda cell: (order.index(cell.backend), cell.tokens))
 

@@ -17,7 +17,7 @@ from workbook.lab.training import TrainingSpec, open_trainer
 GIB = 2**30
 
 
-def foretell(spec: dict[str, Any]) -> dict[str, Any]:
+def estimates(spec: dict[str, Any]) -> dict[str, Any]:
     """Estimate {"cells": specs' fields}: {"rows"}, each with the Estimate's fields, its "outcome"
     ("ok", or "refused" with a "message"), and the processor seconds that it took.
 
@@ -101,7 +101,7 @@ def _fresh(device: str) -> int:
     return torch.cuda.memory_allocated()
 
 
-def foretell_boundary(spec: dict[str, Any]) -> dict[str, Any]:
+def estimate_boundary(spec: dict[str, Any]) -> dict[str, Any]:
     """Return {"foretold": the largest value of {"find"} of {"cell"} estimated to fit "gib" GiB of a
     "gpu", "foretold_not": the smallest estimated not to fit, or None}."""
     cell = TrainingSpec.from_dict(spec["cell"])

@@ -26,35 +26,35 @@ def all_claims(
 ) -> list[Claim]:
     """All claims, from rows of trials.find_boundaries, the case study's loop, and trials.recall."""
     return [
-        peak_is_foretold(df),
-        *(phase_is_foretold(df, phase) for phase in PHASES),
-        phase_of_the_peak_is_foretold(df),
-        reserved_is_foretold(df),
-        what_does_not_fit_is_foretold(df),
+        peak_is_estimated(df),
+        *(phase_is_estimated(df, phase) for phase in PHASES),
+        phase_of_the_peak_is_estimated(df),
+        reserved_is_estimated(df),
+        what_does_not_fit_is_estimated(df),
         nothing_is_left_out(df),
         estimates_are_quick(df),
-        committed_peaks_are_foretold(recalled),
+        committed_peaks_are_estimated(recalled),
         nearer_than_the_case_study(study),
-        boundary_is_foretold(boundaries),
+        boundary_is_estimated(boundaries),
     ]
 
 
-def peak_is_foretold(df: pandas.DataFrame) -> Claim:
+def peak_is_estimated(df: pandas.DataFrame) -> Claim:
     """Claim that estimated peaks are right in every cell; the worst decides, not the mean."""
     both = table.compared(df)
-    return _within(both, table.STEP, "the peak of every cell is foretold", ALLOCATED[_gpu(both)])
+    return _within(both, table.STEP, "the peak of every cell is estimated", ALLOCATED[_gpu(both)])
 
 
-def phase_is_foretold(df: pandas.DataFrame, phase: str) -> Claim:
+def phase_is_estimated(df: pandas.DataFrame, phase: str) -> Claim:
     """Claim that a phase's own estimated peak is right, even if the step's peak is elsewhere."""
     both = table.compared(df)
-    sentence = f"the {phase}'s own peak is foretold in every cell"
+    sentence = f"the {phase}'s own peak is estimated in every cell"
     return _within(both, phase, sentence, ALLOCATED[_gpu(both)])
 
 
-def reserved_is_foretold(df: pandas.DataFrame) -> Claim:
+def reserved_is_estimated(df: pandas.DataFrame) -> Claim:
     """Claim that the estimate of memory reserved by the allocator on the device is right."""
-    both, sentence = table.compared(df), "what the allocator reserves is foretold in every cell"
+    both, sentence = table.compared(df), "what the allocator reserves is estimated in every cell"
     if len(both) and not _gpu(both):
         return Claim.not_here(sentence, "a CPU's allocator reserves nothing")
     return _within(both, "reserved", sentence, RESERVED)
@@ -64,7 +64,7 @@ def _within(both: pandas.DataFrame, what: str, sentence: str, aim: float) -> Cla
     sentence = f"{sentence}, to {aim:.0%}"
     known = both[(both["what"] == what) & both["error"].notna()]
     if not len(known):
-        return Claim.undecided(sentence, "no cell was both foretold and measured")
+        return Claim.undecided(sentence, "no cell was both estimated and measured")
     at = known["error"].abs().idxmax()
     worst = f"the worst of {len(known)} is {table.signed(known['error'][at])}"
     evidence = {
@@ -87,7 +87,7 @@ def _gpu(both: pandas.DataFrame) -> bool:
     return metrics.on_gpu(both)
 
 
-def phase_of_the_peak_is_foretold(df: pandas.DataFrame) -> Claim:
+def phase_of_the_peak_is_estimated(df: pandas.DataFrame) -> Claim:
     """Claim that the estimated peak phase has the step's measured peak, within a peak's aim."""
     both = table.compared(df)
     aim, short = ALLOCATED[_gpu(both)], {}
@@ -98,16 +98,16 @@ def phase_of_the_peak_is_foretold(df: pandas.DataFrame) -> Claim:
         short[cell] = rows["measured"][named] / rows["measured"].max() - 1
     sentence = "the phase that is named has the step's peak"
     if not short:
-        return Claim.undecided(sentence, "no cell was both foretold and measured")
+        return Claim.undecided(sentence, "no cell was both estimated and measured")
     worst = min(short, key=lambda cell: short[cell])
     evidence = {"cells": len(short), "worst": worst, "short by": round(float(-short[worst]), 5)}
     claim = Claim(sentence, aim_of(short[worst] >= -aim), evidence)
     return claim.over(_lost(both[both["what"].isin(PHASES)]))
 
 
-def what_does_not_fit_is_foretold(df: pandas.DataFrame) -> Claim:
+def what_does_not_fit_is_estimated(df: pandas.DataFrame) -> Claim:
     """Claim that estimates of cells that ran out of memory exceed the peak of any that did not."""
-    both, sentence = table.compared(df), "a cell that ran out of memory was foretold to"
+    both, sentence = table.compared(df), "a cell that ran out of memory was estimated not to fit"
     steps = both[both["what"] == table.STEP]
     out = steps[steps["outcome"] == "oom"].dropna(subset="foretold")
     if not len(out):
@@ -127,12 +127,12 @@ def nothing_is_left_out(df: pandas.DataFrame) -> Claim:
     look too good."""
     both = table.compared(df)
     ran = both[(both["what"] == table.STEP) & (both["outcome"] == "ok")]
-    sentence = "every cell that ran was foretold"
+    sentence = "every cell that ran was estimated"
     if not len(ran):
         return Claim.undecided(sentence, "none ran")
     without = ran[ran["estimated"] != "ok"]
     why = without.set_index("cell")["refusal"].to_dict()
-    evidence = {"ran": len(ran), "not foretold": why}
+    evidence = {"ran": len(ran), "not estimated": why}
     return Claim(sentence, aim_of(not len(without)), evidence).over(
         both.loc[~both["outcome"].isin(("ok", *ANSWERS)), "cell"]
     )
@@ -155,20 +155,20 @@ def estimates_are_quick(df: pandas.DataFrame) -> Claim:
     return claim.over(metrics.unmeasured(cells, ["cell"], of={"metric": ["estimate_time"]}))
 
 
-def committed_peaks_are_foretold(rows: Sequence[dict]) -> Claim:
+def committed_peaks_are_estimated(rows: Sequence[dict]) -> Claim:
     """Claim that peaks of earlier H200 runs, made without estimates in mind, are estimated well."""
     aim = ALLOCATED[True]
-    sentence = f"peaks that committed runs measured on an H200 are foretold, to {aim:.0%}"
+    sentence = f"peaks that committed runs measured on an H200 are estimated, to {aim:.0%}"
     if not rows:
-        return Claim.not_here(sentence, "this run was not to foretell any, or has none beside it")
+        return Claim.not_here(sentence, "this run was not to estimate any, or has none beside it")
     known = {f"{row['run']}: {row['cell']}": row["error"] for row in rows}
     lost = [name for name, error in known.items() if math.isnan(error)]
     known = {name: error for name, error in known.items() if name not in lost}
     if not known:
-        return Claim.undecided(sentence, "none was", {"not foretold": lost})
+        return Claim.undecided(sentence, "none was", {"not estimated": lost})
     worst = max(known, key=lambda name: abs(known[name]))
     sentence += f": the worst of {len(known)} is {table.signed(known[worst])}"
-    evidence = {"peaks": len(known), "worst": worst, "not foretold": lost}
+    evidence = {"peaks": len(known), "worst": worst, "not estimated": lost}
     return Claim(sentence, aim_of(not lost and abs(known[worst]) <= aim), evidence)
 
 
@@ -189,9 +189,9 @@ def nearer_than_the_case_study(study: Sequence[dict]) -> Claim:
     return Claim(sentence, aim_of(good), evidence)
 
 
-def boundary_is_foretold(rows: Sequence[dict]) -> Claim:
+def boundary_is_estimated(rows: Sequence[dict]) -> Claim:
     """Claim that the largest value estimated to fit agrees with the bracket of real steps."""
-    sentence = f"the largest T and batch that fit are foretold, to {BOUNDARY:.0%}"
+    sentence = f"the largest T and batch that fit are estimated, to {BOUNDARY:.0%}"
     if not rows:
         return Claim.not_here(sentence, "this run was not to look for one")
     evidence = {row["boundary"]: table.boundary_error(row) for row in rows}

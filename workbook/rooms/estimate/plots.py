@@ -19,7 +19,7 @@ def against(df, *, note: str = ""):
     both = table.compared(df)
     shown = [what for what in WHAT if both.loc[both["what"] == what, "foretold"].notna().any()]
     if not shown:
-        return looks.nothing("no cell was foretold")
+        return looks.nothing("no cell was estimated")
     with looks.figure(len(shown), 4.2) as (fig, panels):
         for axes, what in zip(panels, shown, strict=True):
             rows = both[both["what"] == what]
@@ -38,7 +38,7 @@ def against(df, *, note: str = ""):
             looks.log_axis(axes.xaxis)
             looks.log_axis(axes.yaxis)
             _not_measured(axes, rows)
-            axes.set(xlabel="measured (MiB)", ylabel="foretold (MiB)")
+            axes.set(xlabel="measured (MiB)", ylabel="estimated (MiB)")
             looks.title(axes, f"{WHAT[what].capitalize()} of a step", note)
     return fig
 
@@ -62,7 +62,7 @@ def errors(df, *, note: str = ""):
     both = table.compared(df)
     rows = both[(both["what"] == "step") & both["error"].notna()]
     if not len(rows):
-        return looks.nothing("no cell was both foretold and measured")
+        return looks.nothing("no cell was both estimated and measured")
     aim = ALLOCATED[metrics.on_gpu(both)]
     depths = sorted({layers or 0 for layers in rows["layers"]})
     most = 1.15 * 100 * max(aim, rows["error"].abs().max())
@@ -101,7 +101,7 @@ def boundaries(rows: Sequence[dict], *, note: str = ""):
     with looks.figure(1, 1.0 + 0.5 * len(found)) as (fig, (axes,)):
         fig.set_figwidth(9.0)
         axes.axvspan(-5, 5, color=GREY, alpha=0.2, lw=0, label="to 5 %")
-        axes.axvline(0, color=GREY, lw=1.2, label="foretold")
+        axes.axvline(0, color=GREY, lw=1.2, label="estimated")
         for height, row in enumerate(found):
 
             def at(value: float, ours: float = row["foretold"]) -> float:
@@ -118,6 +118,6 @@ def boundaries(rows: Sequence[dict], *, note: str = ""):
                 ends = at(row["fits"]), at(row["does_not"])
                 axes.plot(ends, [height] * 2, color="black", lw=4, alpha=0.6, label="the boundary")
         axes.set_yticks(range(len(found)), [row["boundary"] for row in found], fontsize=7.5)
-        axes.set(xlabel="beyond the foretold one (%)", ylim=(-0.6, len(found) - 0.4))
-        looks.title(axes, "The largest that fits, foretold and found", note)
+        axes.set(xlabel="beyond the estimated one (%)", ylim=(-0.6, len(found) - 0.4))
+        looks.title(axes, "The largest that fits, estimated and found", note)
     return fig

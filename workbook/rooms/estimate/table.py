@@ -70,11 +70,11 @@ def signed(error: float) -> str:
     return f"{round(error, 4) + 0.0:+.2%}"
 
 
-def worst(df: pandas.DataFrame, by: str = "backend") -> pandas.DataFrame:
-    """Table, a row per value of `by`: cells compared, the lowest, mean and highest error of a
+def worst(df: pandas.DataFrame) -> pandas.DataFrame:
+    """Table, a row per backend: cells compared, the lowest, mean and highest error of a
     step's peak and of reserved memory."""
     both, lines = compared(df), {}
-    for value, rows in both.groupby(by, sort=False):
+    for value, rows in both.groupby("backend", sort=False):
         line = {}
         for what in (STEP, "reserved"):
             known = rows.loc[rows["what"] == what, "error"].dropna()
@@ -84,7 +84,7 @@ def worst(df: pandas.DataFrame, by: str = "backend") -> pandas.DataFrame:
                 line |= {f"{what}: {name}": signed(error) for name, error in told.items()}
         if line:
             lines[value] = line
-    return pandas.DataFrame.from_dict(lines, orient="index").rename_axis(by)
+    return pandas.DataFrame.from_dict(lines, orient="index").rename_axis("backend")
 
 
 def recalled(rows: Sequence[dict]) -> pandas.DataFrame:
@@ -155,6 +155,6 @@ def facts(df: pandas.DataFrame) -> list[str]:
     both = compared(df)
     steps = both[both["what"] == STEP]
     counts = steps.groupby(["backend", "estimated", "outcome"], sort=False).size()
-    lines = [f"{b}: {n} cells, foretold {e}, run {o}" for (b, e, o), n in counts.items()]
+    lines = [f"{b}: {n} cells, estimated {e}, run {o}" for (b, e, o), n in counts.items()]
     near = steps["error"].abs() <= 0.01
-    return [*lines, f"{int(near.sum())} of {len(steps)} are foretold to 1 %"]
+    return [*lines, f"{int(near.sum())} of {len(steps)} are estimated to 1 %"]

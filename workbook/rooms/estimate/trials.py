@@ -22,10 +22,10 @@ OURS, THEIRS = "predicted", "peak"  # prefixes of metrics of estimates and of re
 NEAR, STEP = 0.1, 0.005  # fractions of an estimated boundary: range and resolution of the search
 
 
-def foretell(cells: Sequence[TrainingSpec], *, gpu: str, **options: Any) -> list[dict]:
+def estimates(cells: Sequence[TrainingSpec], *, gpu: str, **options: Any) -> list[dict]:
     """Estimate each cell before anything runs, in processes that see no GPU: see
-    `child.foretell` and `_swept`."""
-    return _swept("foretell", cells, {"gpu": gpu}, _told_estimate, env=UNSEEN, **options)
+    `child.estimates` and `_swept`."""
+    return _swept("estimates", cells, {"gpu": gpu}, _told_estimate, env=UNSEEN, **options)
 
 
 def measure(cells: Sequence[TrainingSpec], *, threads: int | None, **options: Any) -> list[dict]:
@@ -105,7 +105,7 @@ def _told(row: dict) -> str:
 
 
 def _told_estimate(row: dict) -> str:
-    return _told(row) + " foretold" * (row["outcome"] == "ok")
+    return _told(row) + " estimated" * (row["outcome"] == "ok")
 
 
 def recall(runs: Path, count: int, **options: Any) -> list[dict]:
@@ -120,7 +120,7 @@ def recall(runs: Path, count: int, **options: Any) -> list[dict]:
     every = sorted(peaks.values(), key=lambda same: (same[0].spec.tokens, str(same[0])))
     places = sorted({n * (len(every) - 1) // max(1, count - 1) for n in range(count)})
     chosen = sorted((every[n] for n in places if n < len(every)), key=lambda s: s[0].spec.backend)
-    ours = foretell([same[0].spec for same in chosen], gpu="NVIDIA H200", **options)
+    ours = estimates([same[0].spec for same in chosen], gpu="NVIDIA H200", **options)
     rows = []
     for same, row in zip(chosen, ours, strict=True):
         sizes = {"step": row.get("allocated")} | (row.get("phases") or {})
@@ -134,7 +134,7 @@ def recall(runs: Path, count: int, **options: Any) -> list[dict]:
 
 
 def to_metrics(
-    cells: Iterable[TrainingSpec], foretold: Iterable[dict], measured: Iterable[dict]
+    cells: Iterable[TrainingSpec], estimated: Iterable[dict], measured: Iterable[dict]
 ) -> list[dict]:
     """Rows of metrics.csv for the estimate and the measurement of each cell: "predicted_memory" and
     "peak_memory" (mode step, forward, backward, optimizer), "predicted_reserved" and
@@ -144,7 +144,7 @@ def to_metrics(
     `refusal`, `how`, `calibrated`, `uncertainty`, the `unknown` operators and the phase.
     """
     found = []
-    for cell, ours, theirs in zip(cells, foretold, measured, strict=True):
+    for cell, ours, theirs in zip(cells, estimated, measured, strict=True):
         config = cell.to_dict() | {"outcome": theirs["outcome"], "message": theirs["message"]}
         config |= {"estimated": ours["outcome"], "refusal": ours["message"]}
         config |= {n: theirs.get(n) for n in ("agrees", "before", "alone")}
@@ -182,7 +182,7 @@ def find_boundaries(
             numbers,
             lambda n, _: rows[n] | more | {"cell": wanted[n].spec.to_dict()},
             deadline_s=deadline_s,
-            env=UNSEEN if function == "foretell_boundary" else None,
+            env=UNSEEN if function == "estimate_boundary" else None,
             folder=folder / function,
             name=lambda n: str(wanted[n]),
             said=said,
@@ -190,7 +190,7 @@ def find_boundaries(
         for n, one in zip(numbers, ended, strict=True):
             rows[n] |= {"outcome": one.status, "message": one.message} | (one.result or {})
 
-    swept("foretell_boundary", list(range(len(rows))), lambda found: f"{found['foretold']:,}")
+    swept("estimate_boundary", list(range(len(rows))), lambda found: f"{found['foretold']:,}")
     known = [n for n, row in enumerate(rows) if row.get("foretold")]
     for row in rows if not on_gpu else ():
         if row["outcome"] == "ok":
@@ -204,8 +204,8 @@ def find_boundaries(
     return rows
 
 
-def values_near(foretold: int) -> list[int]:
+def values_near(estimated: int) -> list[int]:
     """Values around an estimate, up to the fraction NEAR to either side, in steps of STEP of it."""
-    step = max(1, round(STEP * foretold))
-    reach = max(2, round(NEAR * foretold / step))
-    return [v for n in range(-reach, reach + 1) if (v := foretold + n * step) > 0]
+    step = max(1, round(STEP * estimated))
+    reach = max(2, round(NEAR * estimated / step))
+    return [v for n in range(-reach, reach + 1) if (v := estimated + n * step) > 0]

@@ -13,6 +13,7 @@ from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
 
 TOKENS = 256  # of text that the model reads
+SEED = 1337
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Gates:
 
 
 @lru_cache(8)
-def gates_of(model: str, seed: int = 1337) -> Gates:
+def gates_of(model: str) -> Gates:
     """Compute gates of a preset's initial first layer, or of all layers of a checkpoint that
     `nsa train` wrote: a file, or a folder (its newest is used). ValueError for anything else."""
     path = Path(model)
@@ -43,13 +44,13 @@ def gates_of(model: str, seed: int = 1337) -> Gates:
     else:
         # deeper layers start alike, and the largest preset takes a second for a text
         made = LanguageModel(preset(model, layers=1))
-        made.reset_parameters(seed)
+        made.reset_parameters(SEED)
         name = f"{model}'s first layer before training"
-    return Gates(name, _means(made, seed))
+    return Gates(name, _means(made))
 
 
 @torch.no_grad()
-def _means(model: LanguageModel, seed: int) -> Tensor:
+def _means(model: LanguageModel) -> Tensor:
     found = []
 
     def keep(layer, inputs):
@@ -60,7 +61,7 @@ def _means(model: LanguageModel, seed: int) -> Tensor:
         raise ValueError("dense attention has no gates; name a model with attention='nsa'")
     hooks = [layer.register_forward_pre_hook(keep) for layer in layers]
     try:
-        model(data.text(seed=seed).batch(0, 1, TOKENS)[0])
+        model(data.text(seed=SEED).batch(0, 1, TOKENS)[0])
     finally:
         for hook in hooks:
             hook.remove()

@@ -118,10 +118,10 @@ def categories(df, tokens: int | None = None):
     return fig
 
 
-def through_a_step(rows: Sequence[Mapping], most: int = 4):
+def through_a_step(rows: Sequence[Mapping]):
     """Plot memory from a step's first allocation to its last, one panel per backend, by `rows` of
     memory trials: the last model, at the largest T that all its backends finished, and the first
-    `most` of them."""
+    four of them."""
     good = [row for row in rows if row.get("timeline")]
     if not good:
         return looks.nothing("No trial recorded the events of its step.")
@@ -131,7 +131,7 @@ def through_a_step(rows: Sequence[Mapping], most: int = 4):
         if (row["preset"], row["layers"]) == model:
             lines.setdefault(row["backend"], {})[row["tokens"]] = row["timeline"]
     shared = set.intersection(*map(set, lines.values()))
-    names = [name for name in looks.LOOKS if name in lines][:most] if shared else list(lines)[-1:]
+    names = [name for name in looks.LOOKS if name in lines][:4] if shared else list(lines)[-1:]
     at = max(shared or lines[names[0]])
     return timeline.timeline({f"{name}, T = {at}": lines[name][at] for name in names})
 

@@ -8,7 +8,7 @@ from workbook.rooms.selfcheck.judged import Judged
 from workbook.runs.claim import Claim, aim_of, verdict_of
 
 COUNTED = {"a GPU": 1.05, "a CPU": 1.10}  # of a step
-FORETOLD = 0.25  # of a backward
+END_OFF = 0.25  # of a backward
 
 
 def must_hold(rows: Sequence[Judged]) -> list[Claim]:
@@ -53,7 +53,7 @@ def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
     return claim.over(f"{row.name}, load {row.load}, round {row.round}" for row in late)
 
 
-def of_watching(counting: Outcome, foretold: Outcome, *, on_gpu: bool) -> list[Claim]:
+def of_watching(counting: Outcome, estimated: Outcome, *, on_gpu: bool) -> list[Claim]:
     """Aims of watching, each with its measurement; INCONCLUSIVE without one.
 
     These are a step counted as in a trial relative to an uncounted step, and the estimated end of a
@@ -62,9 +62,9 @@ def of_watching(counting: Outcome, foretold: Outcome, *, on_gpu: bool) -> list[C
     machine = "a GPU" if on_gpu else "a CPU"
     most = COUNTED[machine]
     cheap = f"counting takes at most {most:.2f} of a step on {machine}"
-    early = f"the end of a backward is foretold within {FORETOLD:.0%} of it from its half on"
+    early = f"the end of a backward is estimated within {END_OFF:.0%} of it from its half on"
     return [_at_most(cheap, counting, "ratio", most, ".3f"),
-            _at_most(early, foretold, "worst", FORETOLD, ".0%")]  # fmt: skip
+            _at_most(early, estimated, "worst", END_OFF, ".0%")]  # fmt: skip
 
 
 def _at_most(sentence: str, ended: Outcome, name: str, limit: float, form: str) -> Claim:

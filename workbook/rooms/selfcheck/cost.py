@@ -30,9 +30,9 @@ def cost_of_counting(settings: dict[str, Any], *, steps: int = 4, rounds: int = 
 
 
 def end_of_a_backward(settings: dict[str, Any], *, steps: int = 3) -> Outcome:
-    """Run `foretold` in a separate process and return its outcome."""
+    """Run `estimated_end` in a separate process and return its outcome."""
     spec = {"settings": settings, "steps": steps}
-    return run_child(f"{__name__}:foretold", spec, deadline_s=DEADLINE_S)
+    return run_child(f"{__name__}:estimated_end", spec, deadline_s=DEADLINE_S)
 
 
 def counting(spec: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def counting(spec: dict[str, Any]) -> dict[str, Any]:
     return {"ratio": found.ratio, **times}
 
 
-def foretold(spec: dict[str, Any]) -> dict[str, Any]:
+def estimated_end(spec: dict[str, Any]) -> dict[str, Any]:
     """Measure {"worst", "left_at_half", "seconds", "looks", "nodes"}, errors of a backward's ETA.
 
     spec: "settings" of workbook.lab.search.training_subject, "steps", of which the longest backward
@@ -110,7 +110,7 @@ def foretold(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def errors_of(samples: list[Sample], step: int) -> dict[str, Any] | None:
-    """Compute `foretold` for one step's backward, from samples of the counters.
+    """Compute `estimated_end` for one step's backward, from samples of the counters.
 
     None if no sample with an estimate fell into its second half.
     """

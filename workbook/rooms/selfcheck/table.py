@@ -179,13 +179,13 @@ def confusion(rows: Iterable[Judged]) -> pandas.DataFrame:
 
 
 def watching(
-    step: Mapping[str, Any], backward: Mapping[str, Any], counting: Outcome, foretold: Outcome
+    step: Mapping[str, Any], backward: Mapping[str, Any], counting: Outcome, estimated: Outcome
 ) -> pandas.DataFrame:
     """Table of the cost of counting in a step, and the error of a backward's estimated end."""
     lines = []
     for what, settings, ended in (
         ("a step counted, over one that is not", step, counting),
-        ("a backward's end, off by", backward, foretold),
+        ("a backward's end, off by", backward, estimated),
     ):
         found = ended.result or {}
         size = "{preset}, {backend}, {layers} layers, {batch} x {tokens} tokens"

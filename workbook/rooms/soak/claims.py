@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nsa.model import saving
 from workbook.rooms.soak import table
-from workbook.rooms.soak.trials import PROCESSES, USUAL, Foretold, Part, Setting, Soak, told
+from workbook.rooms.soak.trials import PROCESSES, USUAL, Estimated, Part, Setting, Soak, told
 from workbook.runs.claim import Claim, aim_of, verdict_of
 
 SPEED_SHARE = 0.01  # of tokens a second at the start
@@ -21,7 +21,7 @@ LOST = ("crash", "timeout", "not run")  # outcomes that say nothing about the tr
 
 
 def all_claims(
-    soak: Soak, planted: Part, trials: Sequence[Setting], foretold: Sequence[Foretold]
+    soak: Soak, planted: Part, trials: Sequence[Setting], estimated: Sequence[Estimated]
 ) -> list[Claim]:
     """All claims."""
     return [
@@ -34,7 +34,7 @@ def all_claims(
         settings_ask_for_the_same(soak, trials),
         expandable_segments_waste_less(soak, trials),
         no_setting_is_slow(soak, trials),
-        reserved_is_foretold(soak, trials, foretold),
+        reserved_is_estimated(soak, trials, estimated),
     ]
 
 
@@ -232,21 +232,21 @@ def no_setting_is_slow(soak: Soak, trials: Sequence[Setting]) -> Claim:
     return Claim(sentence, "PASS", evidence)
 
 
-def reserved_is_foretold(
-    soak: Soak, trials: Sequence[Setting], foretold: Sequence[Foretold]
+def reserved_is_estimated(
+    soak: Soak, trials: Sequence[Setting], estimated: Sequence[Estimated]
 ) -> Claim:
     """Claim that the allocator model, without a GPU, estimates every setting's reserved memory."""
-    sentence = f"what every setting reserves is foretold to {RESERVED_SHARE:.0%}"
+    sentence = f"what every setting reserves is estimated to {RESERVED_SHARE:.0%}"
     if (why := _why_not(soak, trials)) is not None:
         return why(sentence)
-    said = {one.name: one for one in foretold}
+    said = {one.name: one for one in estimated}
     if unknown := [f"{told(n)}: {said[n].why or 'no number'}" for n in _names(trials)
                    if n in said and math.isnan(said[n].reserved)]:  # fmt: skip
         return Claim.undecided(sentence, "; ".join(unknown))
     off = {n: said[n].reserved / table.middle(trials, n, "reserved") - 1
            for n in _names(trials) if n in said}  # fmt: skip
     if not off:
-        return Claim.not_here(sentence, "nothing was foretold")
+        return Claim.not_here(sentence, "nothing was estimated")
     worst = max(off, key=lambda name: abs(off[name]))
     evidence = {told(name): round(share, 4) for name, share in off.items()}
     sentence = f"{sentence}: {off[worst]:+.1%} at most, {told(worst)}"

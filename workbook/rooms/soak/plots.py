@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 
 from workbook.rooms.soak import table
-from workbook.rooms.soak.trials import Foretold, Part, Setting, Soak, told
+from workbook.rooms.soak.trials import Estimated, Part, Setting, Soak, told
 from workbook.runs import looks
 from workbook.runs.looks import GREY, PALETTE, RED
 from workbook.runs.scaling import Slope
@@ -98,18 +98,18 @@ def restart_and_limits(soak: Soak, planted: Part):
     return fig
 
 
-def settings(trials: Sequence[Setting], note: str, foretold: Sequence[Foretold] = ()):
+def settings(trials: Sequence[Setting], note: str, estimated: Sequence[Estimated] = ()):
     """Plot reserved, allocated and the difference, a group of bars per setting, and a step's time
     relative to the usual setting; without trials, the estimates."""
     if not any(trial.steps("reserved") for trial in trials):
-        if not any(np.isfinite(one.reserved) for one in foretold):
+        if not any(np.isfinite(one.reserved) for one in estimated):
             return looks.nothing("An allocator's settings act on a GPU alone; none is here.")
-        held = {"reserved": [f.reserved for f in foretold]}
-        held["allocated"] = [f.allocated for f in foretold]
+        held = {"reserved": [f.reserved for f in estimated]}
+        held["allocated"] = [f.allocated for f in estimated]
         held["fragmentation"] = list(np.subtract(held["reserved"], held["allocated"]))
         with looks.figure(1, 3.6) as (fig, (axes,)):
-            _bars(axes, [one.name for one in foretold], held)
-            looks.title(axes, "Foretold by allocator setting", "nothing was measured")
+            _bars(axes, [one.name for one in estimated], held)
+            looks.title(axes, "Estimated by allocator setting", "nothing was measured")
         return fig
     names = list(dict.fromkeys(trial.name for trial in trials))
     with looks.figure(2, 3.6) as (fig, (left, right)):
@@ -120,11 +120,11 @@ def settings(trials: Sequence[Setting], note: str, foretold: Sequence[Foretold] 
         for trial, of in product(trials, kinds):
             if values := trial.steps(of):
                 left.plot(places[of][names.index(trial.name)], max(values), "k.", ms=3)
-        said = {one.name: one.reserved for one in foretold}
+        said = {one.name: one.reserved for one in estimated}
         if any(map(np.isfinite, said.values())):
             at = [said.get(name, np.nan) for name in names]
             left.plot(
-                places["reserved"], at, "_", ms=12, mew=2, color=RED, label="foretold reserved"
+                places["reserved"], at, "_", ms=12, mew=2, color=RED, label="estimated reserved"
             )
         looks.title(left, "Memory by allocator setting", note)
         for place, name in enumerate(names):

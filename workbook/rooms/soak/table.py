@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas
 
-from workbook.rooms.soak.trials import USUAL, Foretold, Part, Setting, Soak, told
+from workbook.rooms.soak.trials import USUAL, Estimated, Part, Setting, Soak, told
 from workbook.runs.scaling import Ratio, Slope, paired_ratio, robust_slope
 
 LEFT_OUT = 20
@@ -199,10 +199,10 @@ def times_usual(trials: Sequence[Setting], name: str) -> Ratio | None:
     return paired_ratio(*zip(*pairs, strict=True)) if pairs else None
 
 
-def settings(trials: Sequence[Setting], foretold: Sequence[Foretold] = ()) -> pandas.DataFrame:
+def settings(trials: Sequence[Setting], estimated: Sequence[Estimated] = ()) -> pandas.DataFrame:
     """Table with a row per setting: MiB at the highest settled step, the estimates, and step time
     relative to the usual setting. Columns without any value are dropped."""
-    lines, said = {}, {one.name: one for one in foretold}
+    lines, said = {}, {one.name: one for one in estimated}
     for name in dict.fromkeys([*(trial.name for trial in trials), *said]):
         line = {f"{of.replace('_', ' ')}, MiB": middle(trials, name, of) for of in OF_SETTINGS}
         if name in said:

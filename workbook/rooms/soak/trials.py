@@ -303,7 +303,7 @@ def settings(
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Estimated:
     """Estimate for a setting: MiB at a step's peak, NaN with the reason if there is no
     estimate."""
 
@@ -319,7 +319,7 @@ def without_a_gpu() -> TrainingSpec:
     return TrainingSpec("production", 512, layers=2, **how)
 
 
-def foretell(cell: TrainingSpec, names: Sequence[str], gpu: str) -> list[Foretold]:
+def estimates(cell: TrainingSpec, names: Sequence[str], gpu: str) -> list[Estimated]:
     """Estimate what CUDA's allocator would hold under each setting in a later step of this training
     on that GPU: the step is traced once without a device, and the allocator is modelled."""
     from workbook.lab.estimate.alloc_conf import Settings
@@ -332,17 +332,17 @@ def foretell(cell: TrainingSpec, names: Sequence[str], gpu: str) -> list[Foretol
         chosen = gpu_named(gpu)
         run = run_of(trace(replace(cell, device="cuda"), chosen))
     except ValueError as error:
-        return [Foretold(name, math.nan, math.nan, str(error)) for name in names]
+        return [Estimated(name, math.nan, math.nan, str(error)) for name in names]
     found = []
     for name in names:
         try:
             home = run.homes.__getitem__
             peak = replay(run.stream, Settings.parse(name), where=home).peak
         except ValueError as error:
-            found.append(Foretold(name, math.nan, math.nan, str(error)))
+            found.append(Estimated(name, math.nan, math.nan, str(error)))
         else:
             held = (peak.allocated, peak.reserved)
-            found.append(Foretold(name, *((size + chosen.resident) / MIB for size in held)))
+            found.append(Estimated(name, *((size + chosen.resident) / MIB for size in held)))
     return found
 
 

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from workbook.lab.observers.arrival import GradientArrival
 from workbook.lab.observers.attention_stats import AttentionStats
 from workbook.lab.observers.beat import Heartbeat
 from workbook.lab.observers.ddp import BucketTrace
-from workbook.lab.observers.deferred import SAMPLED
-from workbook.lab.observers.guards import BOUND, Guards, Stopped, explained, save, save_or_say
+from workbook.lab.observers.guards import Guards, Stopped, explained, save, save_or_say
 from workbook.lab.observers.module_order import ModuleOrder
 from workbook.lab.observers.phases import PhaseTimes
 from workbook.lab.observers.stacks_on_signal import stacks_on_signal
 from workbook.lab.observers.trace import Ranges, StepTrace
 from workbook.lab.observers.watchdog import Watchdog
+from workbook.lab.options import Options
 from workbook.rooms.training.speed import LEFT_OUT, Speed
 from workbook.runs.files import write_atomically, write_json
 from workbook.runs.store import find_machine
@@ -42,43 +42,18 @@ EVALUATION_BATCHES = 8
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Options):
     """Request of `nsa train`, checked as far as possible without ranks. Raises ValueError for
     values that no rank can use; the message suggests valid ones."""
 
     model: ModelConfig
     train: TrainConfig  # with its number of steps
-    data: str = "text"  # text, synthetic, copy, needle, recall, fineweb-edu, or a path
-    seed: int = 1337  # of the weights and of the data
-    device: str = "auto"
-    ranks: int = 1
-    kind: str = "none"
-    cp: int = 1  # ranks that share each sequence
-    cp_method: str = "gather"
-    backend: str | None = None
-    static_graph: bool = False
-    find_unused: bool = False
-    bucket_mb: float = 25.0
-    comm_hook: str = "none"
-    gradient_as_bucket_view: bool = True
-    save_every: int | None = None
-    weights: bool = True  # write a checkpoint at the end
-    eval_every: int | None = None
-    resume: str | None = None
-    observe: tuple[str, ...] = ()
-    observe_every: int = SAMPLED  # of arrival and modules
-    halt_file: str | None = None  # ends the run when it exists; None: HALT in the run's folder
-    max_skips: int = BOUND  # consecutive skipped steps
-    profile: str = ""  # steps under torch's profiler: "20:23", or how many
-    memory_snapshot: str = ""  # the step whose memory is recorded, or "second"
-    watchdog: str = "report"  # or "off"
-    guard: tuple[str, ...] = ()  # as `memory=60GiB:warn,65GiB:stop`; see lab.observers.guard_rules
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "eval_every", "observe_every", "max_skips"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1 step")
+        for one in fields(self):
+            value, least = getattr(self, one.name), one.metadata.get("least", 0)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{one.name}={value} must be at least {least} step")
         if self.train.steps is None:
             raise ValueError("a training job needs its number of steps")
         parallel.check(self.kind, self.backend, **self._options())

@@ -77,7 +77,7 @@ def look(job: Job, changed: Iterable[str] = (), runs: str = "runs") -> Iterator[
 
 def _gpu(on_gpu: bool, only: str | None) -> Iterator[Finding]:
     if not on_gpu or only is None:
-        text = "which GPU is used cannot be asked about" if on_gpu else "no GPU is used"
+        text = "the GPU's processes cannot be listed" if on_gpu else "no GPU is used"
         yield Finding("gpu", "unknown" if on_gpu else "ok", text)
         return
     torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -85,7 +85,7 @@ def _gpu(on_gpu: bool, only: str | None) -> Iterator[Finding]:
     for text in others:
         yield Finding("gpu", "refused", text)
     if not others:
-        yield Finding("gpu", "ok", "nobody else is seen on the GPU")
+        yield Finding("gpu", "ok", "no other process is seen on the GPU")
 
 
 def needed(job: Job, ranks: int) -> tuple[int, int | None, str]:

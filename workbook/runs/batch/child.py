@@ -33,7 +33,7 @@ def _run(folder: Path, job: dict[str, Any], most_s: float) -> dict[str, Any] | N
     """Run the job and return the content of ended.json; None if the run was cut from outside."""
     earlier = outcome(folder).run
     if earlier and record.load(earlier).get("status") == "running":  # no other process can run it
-        record.close_lost(earlier, "its process or its node died, and its job began anew")
+        record.close_lost(earlier, "its process or its node died, and its job was started again")
     me = os.getpid()
     started = {"pid": me, "pid_started": record.process_start(me), "machine": record.machine()}
     started |= {"cookie": os.environ.get(COOKIE), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}

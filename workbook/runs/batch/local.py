@@ -34,7 +34,7 @@ class Local:
         for job in jobs:
             if (job.gpus or 0) > most:
                 raise ValueError(
-                    f"{job.name} wants {job.gpus} GPUs, and this machine lends {most or 'none'}; "
+                    f"{job.name} wants {job.gpus} GPUs, and this machine has {most or 'none'}; "
                     "write fewer in the plan, or choose another machine"
                 )
 

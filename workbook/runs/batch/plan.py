@@ -140,7 +140,7 @@ class _Expander:
         fixed |= job.get("parameters") or {}
         grid = job.get("grid") or {}
         if both := sorted({*grid} & {*(job.get("parameters") or {})}):
-            raise ValueError(f"{both[0]!r} stands in parameters and in grid; leave one of them out")
+            raise ValueError(f"{both[0]!r} is in parameters and in grid; leave one of them out")
         facts = self.snapshot
         if options["gpus"] != 0:  # a job sees as many as it is assigned
             facts = facts | {"gpus": facts["gpus"][: options["gpus"] or 1]}

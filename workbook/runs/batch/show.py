@@ -118,7 +118,7 @@ def estimate(batch: Batch, at_once: int) -> str:
     beside = f", {at_once} at once" if at_once > 1 else ""
     told = f"{len(left) - unknown} of them known from stored runs, {exact} with the same parameters"
     if unknown == len(left):
-        return f"{len(left):,} to run{beside}; no stored run of these notebooks tells how long"
+        return f"{len(left):,} to run{beside}; no stored run to estimate the time from"
     least = "at least " if unknown else "about "
     return f"{len(left):,} to run{beside}: {least}{span(_makespan(times, at_once))} ({told})"
 

@@ -87,7 +87,7 @@ class Slurm:
             lines = ["#!/bin/sh", *(_flag(*one) for one in self._options(*shape).items()), "true\n"]
             asked = _slurm("sbatch", "--test-only", input="\n".join(lines))
             if asked is None:
-                raise ValueError("Slurm does not answer; `sinfo` tells whether it is up")
+                raise ValueError("Slurm does not answer; `sinfo` shows if it is up")
             if asked.returncode and self._nodes_up():
                 gpus, minutes = shape
                 raise ValueError(

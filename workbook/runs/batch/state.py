@@ -116,14 +116,14 @@ class Batch:
             raise ValueError(
                 f"{self.plan.path} was begun with other source (commit {commit}), and runs of "
                 f"both are not mixed. Since then changed: {'; '.join(changed[:3])}{more}. Go back "
-                "to that source, or begin the plan anew with --anew; runs that are there stay"
+                "to that source, or start it over with --anew; runs that are there stay"
             )
         if self.evidence:
             for notebook in {job.entry.planned.notebook for job in self.jobs}:
                 environment.check_evidence(notebook)
 
     def put_aside(self) -> None:
-        """Rename the folder, so that the plan begins anew. ValueError if it runs."""
+        """Rename the folder, so that the plan starts over. ValueError if it runs."""
         if not self.folder.is_dir():
             return
         with locked(self.lock) as mine:

@@ -108,7 +108,7 @@ def _alone(work: Path) -> Iterator[None]:
 
 
 def _sources(source: Path, to: Path) -> list[Path]:
-    """Files that pages are made of, and the front page, which somebody may have removed."""
+    """Files that pages are made of, and the front page, which may have been removed."""
     ours = [path for path in HERE.rglob("*") if path.suffix in (".py", ".css", ".js")]
     return [*ours, *source.rglob("*.md"), *source.rglob("*.ipynb"), to / "index.html"]
 

@@ -310,7 +310,7 @@ def attention(kernel: str):
     ],
     ids=("softmax", "logsumexp", "sort", "strided", "flash", "mem_efficient", "cudnn", "math"),
 )
-def test_a_gpu_allocates_beside_results_what_is_foretold(work):
+def test_a_gpu_allocates_beside_results_what_is_estimated(work):
     for _ in range(2):  # the first one makes handles and workspaces that stay
         real = Real()
         left = work(real)

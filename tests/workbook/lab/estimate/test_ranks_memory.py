@@ -1,4 +1,4 @@
-"""What one rank of several holds is foretold without the others, and is what a real one holds."""
+"""What one rank of several holds is estimated without the others, and is what a real one holds."""
 
 import csv
 import json
@@ -165,7 +165,7 @@ def test_steps_of_a_run_are_as_one_another(on_gpu):
         ({"ranks": 2, "parallel": "fsdp"}, 13208.34),
     ],
 )
-def test_of_the_h200s_records_each_is_foretold(changes, measured_mib):
+def test_of_the_h200s_records_each_is_estimated(changes, measured_mib):
     """runs/2026-11-23/04_throughput-c9ebf4f2 and -fca040d9: production, T 2048, bf16, triton."""
     measured_mib += kept_since(12, 16 * 2048, 12, 64)
     batch = 16 * changes.get("ranks", 1)
@@ -231,7 +231,7 @@ def cell(kind, ddp, changes, more):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", REAL)
-def test_what_a_real_rank_holds_was_foretold(real, name, weights):
+def test_what_a_real_rank_holds_was_estimated(real, name, weights):
     kind, ddp, changes, _ = REAL[name]
     spec = cell(*REAL[name])
     found = replay(steady(trace(spec, ddp=ddp, **changes).stream))
@@ -258,7 +258,7 @@ def test_what_a_real_rank_holds_was_foretold(real, name, weights):
     ],
     ids=str,
 )
-def test_what_a_gpu_allocates_and_reserves_was_foretold(how, tmp_path):
+def test_what_a_gpu_allocates_and_reserves_was_estimated(how, tmp_path):
     ranks = how.get("ranks", 1)
     spec = TrainingSpec(
         "production", 2048, layers=3, backend="triton", batch=4 * ranks, precision="bf16",

@@ -1,4 +1,4 @@
-"""What a trace foretells of a CPU against its allocator's events, and its short cuts."""
+"""What a trace estimates of a CPU against its allocator's events, and its short cuts."""
 
 from dataclasses import replace
 
@@ -61,8 +61,8 @@ HELD_OUT = [
 ]
 
 
-def foretold_of(spec: TrainingSpec) -> dict[str, float]:
-    """Each phase's peak, foretold over measured. What the process holds beside is left out."""
+def estimated_of(spec: TrainingSpec) -> dict[str, float]:
+    """Each phase's peak, estimated over measured. What the process holds beside is left out."""
     with open_trainer(replace(spec, data="synthetic")) as trainer:
         trainer.step(0)
         recorder = recorder_for("cpu", training_tensors(trainer.model, trainer.optimizer))
@@ -84,7 +84,7 @@ def foretold_of(spec: TrainingSpec) -> dict[str, float]:
 
 
 def check(spec: TrainingSpec) -> None:
-    errors = foretold_of(spec)
+    errors = estimated_of(spec)
     # What torch's flash kernel of a CPU holds for a moment hangs on the processor: 4 % were seen.
     limit = 0.06 if spec.backend == "sdpa:flash" else EXACT
     assert max(map(abs, errors.values())) < limit, errors

@@ -78,7 +78,7 @@ def test_what_the_hook_goes_on_costing_is_said_once(ranks):
 
 
 def test_a_second_hook_is_refused_whoever_set_the_first(ranks):
-    one = "DDP takes one communication hook only; wrap the model anew to trace its buckets"
+    one = "DDP takes one communication hook only; wrap the model again to trace its buckets"
     assert ranks[0]["second"] == f"{one}: it has _average"
     assert ranks[0]["hooked"] == f"{one}: it has fp16_compress_hook"
     assert ranks[0]["built in"].startswith(one)

@@ -108,7 +108,7 @@ def test_the_table_is_whole_and_the_picture_has_the_peak(stranger):
 def test_a_page_says_what_a_cpu_has_not(stranger):
     page = (stranger / "memory-rank0.txt").read_text()
     assert "torch has no statistics, summary or snapshot file of a CPU" in page
-    assert "of the peak is told by module and line (aim: 95%)" in page
+    assert "of the peak is attributed to modules and lines (aim: 95%)" in page
     assert not list(stranger.glob("*.pickle"))
 
 

@@ -144,7 +144,7 @@ def test_the_planted_root_leaves_the_loss_as_it_was_and_spoils_the_gradients(tra
 @pytest.mark.parametrize(
     ("lr", "told"), [(8e-8, 0.0015), (1e-5, 0.16), (6e-5, 0.56), (2e-4, 0.998)]
 )
-def test_bf16_weights_change_as_far_as_the_case_study_told_and_their_rounding_foretells(lr, told):
+def test_bf16_weights_change_as_far_as_the_case_study_told_and_their_rounding_estimates(lr, told):
     """A weight changes where lr, a first AdamW update, is at least half its distance to the next
     bf16 number, 2 ** (exponent - 8)."""
     given = {"preset": "production", "layers": 1, "weights": "bf16", "warmup_steps": 1, "lr": lr}
@@ -152,11 +152,11 @@ def test_bf16_weights_change_as_far_as_the_case_study_told_and_their_rounding_fo
     with contextlib.closing(subject):
         weights = torch.cat([p.detach().float().flatten() for p in subject.model.parameters()])
         half = torch.exp2(weights.abs().log2().floor() - 8)
-        foretold = (half <= lr).float().mean().item()
+        estimated = (half <= lr).float().mean().item()
         subject.step(0)
         (row,) = subject.result()["updates"]
     assert row["weights"] == "bfloat16"
-    assert row["changed"] == pytest.approx(foretold, rel=0.03)
+    assert row["changed"] == pytest.approx(estimated, rel=0.03)
     assert row["changed"] == pytest.approx(told, rel=0.15)
 
 

@@ -1,4 +1,4 @@
-"""What a step's bytes foretell, and how the child checks a step before it is timed."""
+"""What a step's bytes estimates, and how the child checks a step before it is timed."""
 
 from dataclasses import replace
 
@@ -65,7 +65,7 @@ def test_sizes_are_sequences_by_tokens_and_survive_a_childs_spec():
 
 
 @pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_step_is_right_takes_the_memory_foretold_and_reads_its_keys_alone(shared):
+def test_a_step_is_right_takes_the_memory_estimated_and_reads_its_keys_alone(shared):
     cell = tiny(shared=shared)
     plain, paged, dense = rows(cell)
     for row in (plain, paged, dense):

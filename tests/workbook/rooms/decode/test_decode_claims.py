@@ -71,8 +71,8 @@ BAD = {
     "it read what it should not": ("triton", {"reads": READS | {"same": False}}, "no others"),
     "it did not read its own": ("triton", {"reads": READS | {"seen": False}}, "no others"),
     "it counted others": ("triton", {"reads": READS | {"keys": {"slc": 1}}}, "no others"),
-    "too many bytes": ("triton", {"cache_bytes": 9e9}, "bytes that were foretold"),
-    "too few bytes": ("triton", {"cache_bytes": 9.0}, "bytes that were foretold"),
+    "too many bytes": ("triton", {"cache_bytes": 9e9}, "the estimated bytes"),
+    "too few bytes": ("triton", {"cache_bytes": 9.0}, "the estimated bytes"),
 }
 
 
@@ -91,7 +91,7 @@ def test_decoding_that_differs_and_counters_that_miscount_fail(measured):
     for wrong in ({"in_all": SEEN | {"cmp": 47}}, {"last_step": {}}, {"held_bytes": 102}):
         assert claims.counters_count(replace(COUNTED, **wrong)).verdict == "FAIL"
     heavy = replace(COUNTED, held_bytes=102)
-    assert claims.memory_is_foretold(table.frame(measured), heavy).verdict == "FAIL"
+    assert claims.memory_is_estimated(table.frame(measured), heavy).verdict == "FAIL"
 
 
 @pytest.mark.parametrize("off", [0.98, 1.02])

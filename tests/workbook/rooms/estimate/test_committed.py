@@ -1,4 +1,4 @@
-"""What is foretold against peaks that committed runs measured on an H200."""
+"""What is estimated against peaks that committed runs measured on an H200."""
 
 import committed_peaks
 import pytest
@@ -32,7 +32,7 @@ def test_committed_runs_hold_peaks_of_every_backend_that_is_traced():
     assert all(c.mib > 0 and c.spec.device == "cuda" for c in found)
 
 
-def test_a_small_model_is_foretold_within_one_per_cent():
+def test_a_small_model_is_estimated_within_one_per_cent():
     small = [c for c in chosen(128, "gather", "packed") if c.spec.preset == "repro"]
     found = committed_peaks.errors([c for c in small if c.spec.layers == 5])
     assert len(found) == 6
@@ -56,7 +56,7 @@ def test_calls_alone_need_what_an_h200_measured():
 
 
 @pytest.mark.slow
-def test_committed_peaks_are_foretold_within_half_a_per_cent():
+def test_committed_peaks_are_estimated_within_half_a_per_cent():
     """Every sixth training of those measured, and its phases. `nsa run 09 -p committed=154` has
     all; which blocks the allocator finds free decides on what is left."""
     every = {repr(c.spec): None for c in committed.cells(RUNS)}

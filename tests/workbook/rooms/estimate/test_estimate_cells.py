@@ -1,4 +1,4 @@
-"""What is foretold and run: the grid, the boundaries, and one real cell of each."""
+"""What is estimated and run: the grid, the boundaries, and one real cell of each."""
 
 from itertools import pairwise
 
@@ -43,7 +43,7 @@ def test_a_grid_has_what_can_be_run_and_every_pair_of_values_that_can():
     ("changes", "message"),
     [
         ({"checkpoints": ["0:9"]}, "does not fit 3 layers"),
-        ({"tokens": []}, "no cell to foretell"),
+        ({"tokens": []}, "no cell to estimate"),
         ({"backends": ["gathr"]}, "gather"),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_boundary_that_could_not_be_looked_for_is_refused(given, message):
         cells.boundaries([given], 0)
 
 
-def test_a_boundary_is_looked_for_around_the_foretold_one():
+def test_a_boundary_is_looked_for_around_the_estimated_one():
     values = trials.values_near(2000)
     assert values[0] == 1800 and values[-1] == 2200 and 2000 in values
     assert {b - a for a, b in pairwise(values)} == {10}
@@ -75,9 +75,9 @@ def test_a_boundary_is_looked_for_around_the_foretold_one():
 
 
 @pytest.mark.usefixtures("nothing_before")
-def test_one_real_cell_is_foretold_to_one_percent_and_no_time_is_no_finding():
+def test_one_real_cell_is_estimated_to_one_percent_and_no_time_is_no_finding():
     spec = {"cells": [TINY], "deadline_s": 100.0, "gpu": "NVIDIA H200", "threads": None}
-    [ours] = child.foretell(spec)["rows"]
+    [ours] = child.estimates(spec)["rows"]
     [theirs] = child.measure(spec)["rows"]
     assert (ours["outcome"], theirs["outcome"]) == ("ok", "ok")
     assert ours["allocated"] == pytest.approx(theirs["allocated"], rel=0.01)
@@ -116,18 +116,18 @@ def test_a_lost_child_and_a_crowded_cell_run_again_alone(monkeypatch, tmp_path):
 
 
 def test_committed_peaks_of_a_few_trainings_are_recalled(monkeypatch, tmp_path):
-    def foretell(specs, **_):
+    def estimates(specs, **_):
         peaks = {"forward": 2 * MIB, "backward": 3 * MIB, "optimizer": MIB}
         return [{"allocated": 3 * MIB, "phases": peaks, "message": ""} for _ in specs]
 
-    monkeypatch.setattr(trials, "foretell", foretell)
+    monkeypatch.setattr(trials, "estimates", estimates)
     rows = trials.recall(COMMITTED, 5)
     assert len(rows) >= 5 and len({row["cell"].partition(",")[0] for row in rows}) == 5
     backends = [row["backend"] for row in rows]
     assert backends == sorted(backends)
     for row in rows:
-        foretold = {"forward": 2.0, "backward": 3.0, "optimizer": 1.0, "step": 3.0}[row["mode"]]
-        assert row["foretold"] == foretold and row["error"] == foretold / row["measured"] - 1
+        estimated = {"forward": 2.0, "backward": 3.0, "optimizer": 1.0, "step": 3.0}[row["mode"]]
+        assert row["foretold"] == estimated and row["error"] == estimated / row["measured"] - 1
     assert trials.recall(tmp_path, 5) == []
     assert len(trials.recall(COMMITTED, 10**6)) > 290
 

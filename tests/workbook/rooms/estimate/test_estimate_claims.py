@@ -14,14 +14,14 @@ MIB = 2**20
 
 
 def frame(*cells, device="cpu"):
-    """Rows of cells: (T, foretold MiB, measured MiB, changes of either side)."""
+    """Rows of cells: (T, estimated MiB, measured MiB, changes of either side)."""
     specs, ours, theirs = [], [], []
-    for tokens, foretold, measured, *more in cells:
+    for tokens, estimated, measured, *more in cells:
         specs.append(TrainingSpec("repro", tokens, backend="gather", device=device))
         changes = more[0] if more else {}
         ours.append({"outcome": "ok", "message": "", "how": "traced", "processor_s": 1.0})
         theirs.append({"outcome": "ok", "message": ""})
-        for row, mib, name in ((ours[-1], foretold, "ours"), (theirs[-1], measured, "theirs")):
+        for row, mib, name in ((ours[-1], estimated, "ours"), (theirs[-1], measured, "theirs")):
             if mib is not None:
                 size = int(mib * MIB)
                 row |= {"allocated": size, "reserved": 2 * size if device == "cuda" else None}
@@ -34,9 +34,9 @@ def frame(*cells, device="cpu"):
 
 def test_the_worst_cell_decides_and_not_the_mean():
     good = [(t, 100.0, 100.0) for t in (64, 128, 256)]
-    claim = claims.peak_is_foretold(frame(*good, (512, 100.9, 100.0)))
+    claim = claims.peak_is_estimated(frame(*good, (512, 100.9, 100.0)))
     assert claim.verdict == "PASS" and claim.claim.endswith("the worst of 4 is +0.90%")
-    claim = claims.peak_is_foretold(frame(*good, (512, 98.9, 100.0)))
+    claim = claims.peak_is_estimated(frame(*good, (512, 98.9, 100.0)))
     assert claim.verdict == "AIM MISSED" and "-1.10%" in claim.claim
     assert claim.evidence["worst"] == "repro gather T=512 fp32"
     assert claim.evidence["over the aim"] == 1
@@ -44,22 +44,22 @@ def test_the_worst_cell_decides_and_not_the_mean():
 
 def test_a_gpu_is_allowed_five_percent_and_has_reserved_memory():
     df = frame((512, 104.9, 100.0), device="cuda")
-    assert claims.peak_is_foretold(df).verdict == "PASS"
-    assert claims.reserved_is_foretold(df).verdict == "PASS"
-    assert claims.peak_is_foretold(frame((512, 94.0, 100.0), device="cuda")).verdict != "PASS"
+    assert claims.peak_is_estimated(df).verdict == "PASS"
+    assert claims.reserved_is_estimated(df).verdict == "PASS"
+    assert claims.peak_is_estimated(frame((512, 94.0, 100.0), device="cuda")).verdict != "PASS"
     df = frame((512, 111.0, 100.0), device="cuda")
-    assert claims.reserved_is_foretold(df).verdict == "AIM MISSED"
-    assert claims.reserved_is_foretold(frame((512, 1.0, 1.0))).verdict == "NOT APPLICABLE"
+    assert claims.reserved_is_estimated(df).verdict == "AIM MISSED"
+    assert claims.reserved_is_estimated(frame((512, 1.0, 1.0))).verdict == "NOT APPLICABLE"
 
 
 def test_a_phase_is_judged_by_its_own_peak_and_the_named_one_by_what_it_holds():
     phases = {"forward": 100 * MIB, "backward": 90 * MIB, "optimizer": 10 * MIB}
     df = frame((64, 100.0, 100.0, {"ours": {"phases": phases}}))
-    assert claims.peak_is_foretold(df).verdict == "PASS"
-    assert claims.phase_is_foretold(df, "backward").verdict == "AIM MISSED"
-    claim = claims.phase_of_the_peak_is_foretold(df)  # the forward holds half of the real peak
+    assert claims.peak_is_estimated(df).verdict == "PASS"
+    assert claims.phase_is_estimated(df, "backward").verdict == "AIM MISSED"
+    claim = claims.phase_of_the_peak_is_estimated(df)  # the forward holds half of the real peak
     assert claim.verdict == "AIM MISSED" and claim.evidence["short by"] == 0.5
-    assert claims.phase_of_the_peak_is_foretold(frame((64, 9.0, 9.0))).verdict == "PASS"
+    assert claims.phase_of_the_peak_is_estimated(frame((64, 9.0, 9.0))).verdict == "PASS"
 
 
 def test_what_is_refused_counts_and_nothing_at_all_decides_nothing():
@@ -67,21 +67,21 @@ def test_what_is_refused_counts_and_nothing_at_all_decides_nothing():
     df = frame((64, 10.0, 10.0), (128, None, 10.0, refused))
     claim = claims.nothing_is_left_out(df)
     assert claim.verdict == "AIM MISSED"
-    assert claim.evidence["not foretold"] == {"repro gather T=128 fp32": "shapes"}
+    assert claim.evidence["not estimated"] == {"repro gather T=128 fp32": "shapes"}
     assert list(table.not_compared(df)["refusal"]) == ["shapes"]
     df = frame((128, None, 10.0, refused))
-    assert claims.peak_is_foretold(df).verdict == "INCONCLUSIVE"
-    assert claims.phase_of_the_peak_is_foretold(df).verdict == "INCONCLUSIVE"
+    assert claims.peak_is_estimated(df).verdict == "INCONCLUSIVE"
+    assert claims.phase_of_the_peak_is_estimated(df).verdict == "INCONCLUSIVE"
 
 
-def test_a_cell_that_ran_out_of_memory_must_be_foretold_above_all_that_fitted():
+def test_a_cell_that_ran_out_of_memory_must_be_estimated_above_all_that_fitted():
     out = {"theirs": {"outcome": "oom", "message": "no more"}}
     df = frame((64, 60.0, 60.0), (128, 90.0, None, out))
-    assert claims.what_does_not_fit_is_foretold(df).verdict == "PASS"
+    assert claims.what_does_not_fit_is_estimated(df).verdict == "PASS"
     df = frame((64, 60.0, 60.0), (128, 50.0, None, out))
-    claim = claims.what_does_not_fit_is_foretold(df)
+    claim = claims.what_does_not_fit_is_estimated(df)
     assert claim.verdict == "AIM MISSED" and claim.evidence["wrong"] == ["repro gather T=128 fp32"]
-    assert claims.what_does_not_fit_is_foretold(frame((64, 1.0, 1.0))).verdict == "NOT APPLICABLE"
+    assert claims.what_does_not_fit_is_estimated(frame((64, 1.0, 1.0))).verdict == "NOT APPLICABLE"
 
 
 def test_an_estimate_of_more_than_three_seconds_is_too_slow():
@@ -102,21 +102,21 @@ def test_the_case_studys_own_errors_stand_beside_ours():
     assert claims.nearer_than_the_case_study([]).verdict == "NOT APPLICABLE"
 
 
-def test_committed_peaks_are_foretold_or_missed():
+def test_committed_peaks_are_estimated_or_missed():
     rows = [{"run": "r", "cell": f"c{i}", "backend": "gather", "error": e, "message": ""}
             for i, e in enumerate((0.01, -0.049))]  # fmt: skip
-    claim = claims.committed_peaks_are_foretold(rows)
+    claim = claims.committed_peaks_are_estimated(rows)
     assert claim.verdict == "PASS" and claim.evidence["worst"] == "r: c1"
     assert table.recalled(rows).loc["gather", "lowest"] == "-4.90%"
     lost = rows[0] | {"cell": "c2", "error": math.nan}
-    assert claims.committed_peaks_are_foretold([*rows, lost]).verdict == "AIM MISSED"
-    assert claims.committed_peaks_are_foretold([lost]).verdict == "INCONCLUSIVE"
-    assert claims.committed_peaks_are_foretold([]).verdict == "NOT APPLICABLE"
+    assert claims.committed_peaks_are_estimated([*rows, lost]).verdict == "AIM MISSED"
+    assert claims.committed_peaks_are_estimated([lost]).verdict == "INCONCLUSIVE"
+    assert claims.committed_peaks_are_estimated([]).verdict == "NOT APPLICABLE"
     assert table.recalled([]).empty
 
 
-def found(foretold, fits, does_not, **more):
-    row = {"boundary": f"b{foretold}", "foretold": foretold, "fits": fits, "does_not": does_not}
+def found(estimated, fits, does_not, **more):
+    row = {"boundary": f"b{estimated}", "foretold": estimated, "fits": fits, "does_not": does_not}
     tried = [[fits or 1, False], [does_not or 999, True]]
     return row | {"monotone": True, "tried": tried, "outcome": "ok", "message": ""} | more
 
@@ -132,18 +132,18 @@ def found(foretold, fits, does_not, **more):
         (found(100, 99, 101, monotone=False), None, "INCONCLUSIVE"),
     ],
 )
-def test_a_foretold_boundary_is_held_to_the_real_bracket(row, error, verdict):
-    assert claims.boundary_is_foretold([row]).verdict == verdict
+def test_a_estimated_boundary_is_held_to_the_real_bracket(row, error, verdict):
+    assert claims.boundary_is_estimated([row]).verdict == verdict
     apart = table.boundary_error(row)
     assert math.isnan(apart) if error is None else apart == pytest.approx(error)
 
 
-def test_boundaries_without_a_gpu_are_foretold_and_not_judged():
+def test_boundaries_without_a_gpu_are_estimated_and_not_judged():
     row = {"boundary": "b", "foretold": 7, "outcome": "not run", "message": "there is no GPU"}
-    assert claims.boundary_is_foretold([row]).verdict == "NOT APPLICABLE"
+    assert claims.boundary_is_estimated([row]).verdict == "NOT APPLICABLE"
     shown = table.boundaries([row])
     assert list(shown.iloc[0]) == ["7", "there is no GPU", ""]
-    assert claims.boundary_is_foretold([found(9, 9, 10), row]).verdict == "AIM MISSED"
+    assert claims.boundary_is_estimated([found(9, 9, 10), row]).verdict == "AIM MISSED"
 
 
 def test_figures_show_every_cell_and_mark_what_did_not_run():
@@ -165,7 +165,7 @@ def test_figures_show_every_cell_and_mark_what_did_not_run():
 
 def test_facts_and_errors_are_lines_of_text():
     df = frame((64, 60.0, 60.0), (128, 90.0, 100.0))
-    assert table.facts(df)[-1] == "1 of 2 are foretold to 1 %"
+    assert table.facts(df)[-1] == "1 of 2 are estimated to 1 %"
     shown = table.errors(df)
     assert list(shown["step"]) == ["+0.00%", "-10.00%"] and "reserved" not in shown
     assert table.worst(df).loc["gather", "step: lowest"] == "-10.00%"

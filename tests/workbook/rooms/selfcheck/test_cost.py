@@ -5,7 +5,12 @@ import torch
 
 from whyhung.watch.evidence import P, Sample
 from workbook.rooms.selfcheck import cost
-from workbook.rooms.selfcheck.cost import cost_of_counting, end_of_a_backward, errors_of, foretold
+from workbook.rooms.selfcheck.cost import (
+    cost_of_counting,
+    end_of_a_backward,
+    errors_of,
+    estimated_end,
+)
 
 SETTINGS = {"preset": "cpu_test", "layers": 1, "tokens": 64, "backend": "gather", "threads": 1}
 
@@ -16,14 +21,14 @@ def looks(fired, step=0, total=100, every_s=0.1):
     return [*inside, Sample(len(fired) * every_s, 0, P(step, "optimizer", 0, total, total))]
 
 
-def test_an_even_backward_is_foretold_to_the_look():
+def test_an_even_backward_is_estimated_to_the_look():
     found = errors_of(looks(range(10, 100, 10)), 0)
     assert found["worst"] == pytest.approx(0, abs=1e-9) and found["nodes"] == 100
     assert found["seconds"] == pytest.approx(0.9) and found["looks"] == 5
 
 
-def test_one_that_slows_down_is_foretold_too_early():
-    """At the look at 50 two looks a node of ten are left, and one was foretold."""
+def test_one_that_slows_down_is_estimated_too_early():
+    """At the look at 50 two looks a node of ten are left, and one was estimated."""
     found = errors_of(looks([10, 20, 30, 40, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95]), 0)
     assert found["left_at_half"] == pytest.approx(0.5)
     assert found["worst"] == pytest.approx(0.5 / 1.4, rel=0.01)
@@ -45,7 +50,7 @@ def test_a_backward_between_two_looks_tells_nothing():
 def test_backwards_that_are_all_too_short_are_said_to_be(monkeypatch):
     monkeypatch.setattr(cost, "EVERY_S", 60.0)
     with pytest.raises(ValueError, match=r"any of 2 backwards, .* 60000 ms: .* more layers"):
-        foretold({"settings": SETTINGS | {"threads": torch.get_num_threads()}, "steps": 2})
+        estimated_end({"settings": SETTINGS | {"threads": torch.get_num_threads()}, "steps": 2})
 
 
 @pytest.mark.processes
@@ -59,7 +64,7 @@ def test_the_cost_of_counting_is_a_ratio_of_one_process():
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_a_real_backward_has_its_end_foretold():
+def test_a_real_backward_has_its_end_estimated():
     """Accuracy is not checked on a busy machine: see tests/whyhung/watch/test_progress.py."""
     settings = SETTINGS | {"backend": "sequential", "tokens": 128}
     ended = end_of_a_backward(settings, steps=3)

@@ -15,7 +15,9 @@ from whyhung.process import ranks, trial
 from whyhung.process.trial import check_entry
 from whyhung.verdict import KINDS
 from workbook.rooms.selfcheck import registry
-from workbook.rooms.selfcheck.registry import CONTROLS, ENDS, PLANTED, chosen, every, why_not
+from workbook.rooms.selfcheck.registry import chosen, every, listed, why_not
+
+PLANTED, CONTROLS, ENDS = listed().values()
 
 
 def named(name):

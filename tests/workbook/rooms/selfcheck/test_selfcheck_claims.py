@@ -127,9 +127,9 @@ def ended(result):
     return Outcome("ok", result, 3.0, "", 0)
 
 
-def test_counting_and_foretelling_have_aims_and_a_gpu_a_stricter_one():
-    def verdicts(counting, foretold, on_gpu=False):
-        found = claims.of_watching(counting, foretold, on_gpu=on_gpu)
+def test_counting_and_estimating_have_aims_and_a_gpu_a_stricter_one():
+    def verdicts(counting, estimated, on_gpu=False):
+        found = claims.of_watching(counting, estimated, on_gpu=on_gpu)
         return [claim.verdict for claim in found]
 
     good = ended(COUNTING), ended(FORETOLD)

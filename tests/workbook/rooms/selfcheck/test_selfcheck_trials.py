@@ -17,7 +17,9 @@ from workbook.cli import main as cli
 from workbook.cli import selfcheck as command
 from workbook.rooms.selfcheck import trials as selfcheck
 from workbook.rooms.selfcheck.judged import Judged, blind, matrix, read
-from workbook.rooms.selfcheck.registry import CONTROLS, ENDS, PLANTED, chosen, every
+from workbook.rooms.selfcheck.registry import chosen, every, listed
+
+PLANTED, CONTROLS, ENDS = listed().values()
 
 
 def telling(fault):

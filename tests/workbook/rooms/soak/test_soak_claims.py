@@ -7,7 +7,7 @@ import pytest
 from whyhung.process.trial import Outcome
 from workbook.lab.training import TrainingSpec
 from workbook.rooms.soak import claims, plots, table
-from workbook.rooms.soak.trials import COLUMNS, Foretold, Part, Setting, Soak
+from workbook.rooms.soak.trials import COLUMNS, Estimated, Part, Setting, Soak
 from workbook.runs import metrics
 
 GPU = TrainingSpec("production", 2048, batch=16, precision="bf16", checkpoint="all", device="cuda")
@@ -185,12 +185,13 @@ def test_a_setting_that_is_slow_in_every_turn_misses_the_aim():
 @pytest.mark.parametrize(
     ("mib", "verdict"), [(3500.0, "PASS"), (2800.0, "AIM MISSED"), (np.nan, "INCONCLUSIVE")]
 )
-def test_what_is_reserved_is_foretold_or_not(mib, verdict):
-    said = [Foretold(t.name, 3000.0, 3300.0) for t in trials()[:2]] + [Foretold(ROUND, 3000.0, mib)]
-    assert claims.reserved_is_foretold(soaked(), trials(), said).verdict == verdict
-    assert claims.reserved_is_foretold(soaked(), trials(), []).verdict == "NOT APPLICABLE"
+def test_what_is_reserved_is_estimated_or_not(mib, verdict):
+    said = [Estimated(t.name, 3000.0, 3300.0) for t in trials()[:2]]
+    said.append(Estimated(ROUND, 3000.0, mib))
+    assert claims.reserved_is_estimated(soaked(), trials(), said).verdict == verdict
+    assert claims.reserved_is_estimated(soaked(), trials(), []).verdict == "NOT APPLICABLE"
     cpu = Soak(TrainingSpec("cpu_test", 64), STEPS, 10, LIMITS)
-    assert claims.reserved_is_foretold(cpu, [], said).verdict == "NOT APPLICABLE"
+    assert claims.reserved_is_estimated(cpu, [], said).verdict == "NOT APPLICABLE"
     plots.settings([], "a CPU", said).canvas.draw()
     plots.settings(trials(), "a GPU", said).canvas.draw()
     assert table.settings([], said).loc["usual", "foretold reserved, MiB"] == "3,300.0"

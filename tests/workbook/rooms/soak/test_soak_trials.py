@@ -208,7 +208,7 @@ def test_settings_take_turns_each_in_an_environment_of_its_own(monkeypatch, tmp_
     assert found[0].steps("reserved") == [1.0], "the first five settle"
 
 
-def test_each_setting_is_foretold_and_what_is_not_known_says_why(monkeypatch):
+def test_each_setting_is_estimated_and_what_is_not_known_says_why(monkeypatch):
     step = Stream()
     step.mark("forward")
     for address in range(40):  # the next half of a power of two is 4 MiB
@@ -218,13 +218,13 @@ def test_each_setting_is_foretold_and_what_is_not_known_says_why(monkeypatch):
     step.mark("end")
     traced = SimpleNamespace(stream=step, streams={})
     monkeypatch.setattr("workbook.lab.estimate.trace.trace", lambda spec, gpu: traced)
-    usual, powers, wrong = trials.foretell(
+    usual, powers, wrong = trials.estimates(
         CELL, ["", "roundup_power2_divisions:2", "a:1"], "NVIDIA H200"
     )
     assert 120 < usual.allocated < powers.allocated <= powers.reserved
     assert usual.reserved >= usual.allocated and not usual.why
     assert np.isnan(wrong.reserved) and "no setting 'a'" in wrong.why
-    [unknown] = trials.foretell(CELL, [""], "NVIDIA Z9")
+    [unknown] = trials.estimates(CELL, [""], "NVIDIA Z9")
     assert np.isnan(unknown.reserved) and "'NVIDIA Z9' is none that is known" in unknown.why
 
 

@@ -427,7 +427,7 @@ def test_a_memory_snapshot_is_printed_and_in_the_report_with_its_picture(place, 
     assert cli.main([*TINY, "--steps", "3", "--memory-snapshot", "--into", "m"]) == 0
     printed = capsys.readouterr().out
     assert "memory of step 1 (counted from 0) on cpu, rank 0: " in printed
-    assert "of the peak is told by module and line" in printed and "llama.py:" in printed
+    assert "of the peak is attributed to modules and lines" in printed and "llama.py:" in printed
     assert {file.suffix for file in (place / "m").glob("memory-rank0.*")} == {
         ".json", ".csv", ".txt"
     }  # fmt: skip

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +17,7 @@ from whyhung.process import preflight
 from workbook.cli import main as cli
 from workbook.lab.measure.activation_model import predict
 from workbook.lab.measure.recorders import recorder_for, training_tensors
+from workbook.lab.options import Options, Steps
 from workbook.rooms.training import preflight as checks
 from workbook.rooms.training.job import Job
 
@@ -296,3 +297,12 @@ def test_a_process_that_holds_the_gpu_is_found(place):
         refused = texts(checks.look(job(device="cuda")), "refused")
         other.communicate(b"\n")
     assert refused and "GPU" in refused[0]
+
+
+def test_options_of_a_step_are_fields_of_its_config_with_their_defaults():
+    known = {one.name: one.default for one in fields(TrainConfig)}
+    chosen = {"steps": 100, "batch": 8, "tokens": None, "precision": None, "nonfinite": "stop"}
+    assert {one.name: one.default for one in fields(Steps)} == {
+        name: chosen.get(name, known[name]) for name in known if hasattr(Steps, name)
+    }
+    assert all(one.metadata["help"] for one in (*fields(Steps), *fields(Options)))

@@ -91,14 +91,14 @@ def test_each_job_has_gpus_of_its_own_and_gives_them_to_the_next(jobs):
 
 
 def test_a_job_that_wants_more_gpus_than_there_are_is_refused(jobs):
-    with pytest.raises(ValueError, match=r"many wants 4 GPUs, and this machine lends 3"):
+    with pytest.raises(ValueError, match=r"many wants 4 GPUs, and this machine has 3"):
         Local().check([jobs("few", 3), jobs("many", 4)])
 
 
 def test_without_gpus_one_runs_at_once_unless_more_are_wished(jobs, monkeypatch):
     monkeypatch.setattr(local, "all_visible", Gpus)
     assert Local().at_a_time == 1 and Local(2).at_a_time == 2
-    with pytest.raises(ValueError, match="wants 1 GPUs, and this machine lends none"):
+    with pytest.raises(ValueError, match="wants 1 GPUs, and this machine has none"):
         Local().check([jobs("one", 1)])
     place = Local()
     assert len(place.start([jobs("a"), jobs("b")], [])) == 1

@@ -51,7 +51,7 @@ def test_a_job_is_each_combination_of_the_grid_and_each_repeat(place):
         (PLAN.replace("[fp32, bf16]", "fp32"), "grid.precision is 'fp32'; it wants `name: "),
         (PLAN.replace("[fp32, bf16]", "[]"), "grid.precision is .*; it wants"),
         (PLAN.replace("bf16]", "fp64]"), "precision='fp64' is unknown"),
-        (PLAN.replace("rate: 2", "deep: true"), "'deep' stands in parameters and in grid"),
+        (PLAN.replace("rate: 2", "deep: true"), "'deep' is in parameters and in grid"),
         (PLAN.replace("repeats: 2", "repeats: 0"), "repeats is 0; it wants a number of runs"),
         (PLAN.replace("2m", "2 days"), "timeout is '2 days'; it wants a time"),
         (PLAN.replace("2m", "0"), "timeout is 0; it wants a time"),

@@ -1,4 +1,4 @@
-"""Does the 12-layer loop at T 2048 need checkpointing, as it was and with the right window?
+"""Decide if the 12-layer loop at T 2048 needs checkpointing, as it was and with a right window.
 
     python -m workbook.rooms.case_study.loop.production [--device cpu] [--most-gib 14] [--small]
 
@@ -25,6 +25,7 @@ CAPACITY_MIB = 79.6 * 1024  # of the A100 in the reports
 RIGHT_WINDOW = tuple(name for name in SEQUENTIAL if name != "truncated_cache")
 LOOPS = {"as it was": SEQUENTIAL, "with the right window": RIGHT_WINDOW}
 DEADLINE_S = 580.0
+LAYERS = 5  # of the report's memory table
 
 
 def cells(layers: int, tokens: int, table: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -73,10 +74,10 @@ def run(chosen: Sequence[dict[str, Any]], device: str, folder: str | Path) -> li
     return rows
 
 
-def foretold(
-    tokens: Sequence[int], *, longest: int, device: str, folder: str | Path, layers: int = 5
+def estimated_memory(
+    tokens: Sequence[int], *, longest: int, device: str, folder: str | Path
 ) -> list[dict[str, Any]]:
-    """Estimated memory of a step of the loop as it was, with `layers` layers, one row a T:
+    """Estimated memory of a step of the loop as it was, with LAYERS layers, one row a T:
     {"tokens", "mib", "how"}. Up to `longest` extrapolated from real steps of one and two layers, by
     their difference per layer; beyond, or where those failed, from its shapes."""
     near = [t for t in tokens if t <= longest]
@@ -88,11 +89,11 @@ def foretold(
     ended = sweep.measure(
         ENTRY, near, spec, deadline_s=DEADLINE_S, folder=folder, name="loop at T {}".format
     )
-    rows = {t: {"mib": peak_mib(layers, t), "how": "from shapes"} for t in tokens}
+    rows = {t: {"mib": peak_mib(LAYERS, t), "how": "from shapes"} for t in tokens}
     for t, one in zip(near, ended, strict=True):
         if one.result:
             first, second = (row["peak_mib"] for row in one.result["rows"])
-            mib = first + (layers - 1) * (second - first)
+            mib = first + (LAYERS - 1) * (second - first)
             rows[t] = {"mib": mib, "how": "from real steps of 1 and 2 layers"}
     return [{"tokens": t} | row for t, row in rows.items()]
 
@@ -105,12 +106,10 @@ def _name(cell: dict[str, Any]) -> str:
     return f"{told}, checkpointing" if settings.get("checkpointing") else told
 
 
-def decide(
-    rows: Sequence[dict[str, Any]], layers: int, tokens: int, capacity_mib: float = CAPACITY_MIB
-) -> list[str]:
+def decide(rows: Sequence[dict[str, Any]], layers: int, tokens: int) -> list[str]:
     """One sentence a loop: whether it needs checkpointing, by recorded peaks if there are any, else
     by the prediction from its shapes."""
-    said, limit = [], capacity_mib / 1024
+    said, limit = [], CAPACITY_MIB / 1024
     for name in LOOPS:
         (plain, how), (less, how_less) = (_gib(rows, name, layers, tokens, on) for on in (0, 1))
         needs = "needs" if plain > limit else "does not need"

@@ -8,7 +8,6 @@ prints the results of the same steps with this interpreter's torch and the other
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from whyhung.process import interpreters, trial
@@ -68,13 +67,7 @@ def one_query(device: str = "cpu", keys: int = 32) -> dict[str, float]:
     return found | dict(zip(("grad_q", "grad_k"), largest, strict=True))
 
 
-def compared(
-    pythons: Sequence[str | None],
-    settings: dict[str, Any],
-    *,
-    folder: str | Path | None = None,
-    deadline_s: float = 600.0,
-) -> list[dict[str, Any]]:
+def compared(pythons: Sequence[str | None], settings: dict[str, Any]) -> list[dict[str, Any]]:
     """`measured` by each interpreter (None: this one), and the distance of each from the first.
 
     Adds "loss_apart" and "gradients_apart", relative, and "more" operations by name.
@@ -85,7 +78,7 @@ def compared(
     for python in pythons:
         if python is not None:
             interpreters.check(python, SUBJECT)
-        ended = trial.run_child(SUBJECT, settings, deadline_s=deadline_s, python=python)
+        ended = trial.run_child(SUBJECT, settings, deadline_s=600.0, python=python)
         if ended.status != "ok":
             raise RuntimeError(
                 f"python={python or sys.executable}: {ended.status}, {ended.message}"

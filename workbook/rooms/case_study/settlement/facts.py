@@ -8,7 +8,7 @@ that are read are the fact's evidence. If one is missing or incomplete, the fact
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,9 +135,9 @@ def all_asked() -> list[Asked]:
     ]
 
 
-def all_facts(given: Sources, chosen: Iterable[Asked] = ()) -> dict[str, Fact]:
-    """Every fact, or the chosen ones, by name."""
-    return {one.name: one.answer(given) for one in chosen or all_asked()}
+def all_facts(given: Sources) -> dict[str, Fact]:
+    """Every fact by name."""
+    return {one.name: one.answer(given) for one in all_asked()}
 
 
 def of_kind(found: Mapping[str, Fact], kind: str) -> dict[str, Fact]:

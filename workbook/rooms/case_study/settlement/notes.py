@@ -184,7 +184,7 @@ def allocators() -> Found:
         return NO_GPU
     found: dict[str, dict[str, float]] = {}
     for tokens in (512, 1024, 2048):
-        arms = {
+        variants = {
             name: subprocess.Popen(
                 [sys.executable, "-c", FORWARD, str(tokens)],
                 env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": setting},
@@ -195,9 +195,9 @@ def allocators() -> Found:
             for name, setting in ALLOCATORS.items()
         }
         found[str(tokens)] = {}
-        for name, arm in arms.items():
-            told, error = arm.communicate()
-            if arm.returncode:
+        for name, variant in variants.items():
+            told, error = variant.communicate()
+            if variant.returncode:
                 raise RuntimeError(f"{name} at T {tokens}: {error.strip().splitlines()[-1]}")
             found[str(tokens)][name] = float(told)
     return {"mib": found, "device": device_name()}
@@ -237,26 +237,26 @@ def syncs() -> Found:
     return {"share": share, **seconds, "device": device_name()}
 
 
-def in_turns(
-    arms: dict[str, Callable[[], object]],
+def interleaved(
+    variants: dict[str, Callable[[], object]],
     rounds: int = 15,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each variant in each round, interleaved."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        for name, arm in arms.items():
+        for name, variant in variants.items():
             started = clock()
-            arm()
+            variant()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             times[name].append(clock() - started)
     return times
 
 
-def fastest(arms: dict[str, Callable[[], object]]) -> dict[str, float]:
+def fastest(variants: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Seconds of each variant in its fastest round, since other work only adds time."""
-    return {name: min(seconds) for name, seconds in in_turns(arms).items()}
+    return {name: min(seconds) for name, seconds in interleaved(variants).items()}
 
 
 def _kept(forward: Callable[[], Tensor]) -> int:

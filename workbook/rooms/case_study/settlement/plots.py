@@ -22,7 +22,7 @@ COLOURS = {
     "INCONCLUSIVE": "#6E6E6E",
     CONTRADICTED: "#000000",
 }
-ARMS = {"plain": (BLUE, "-"), "aux stats": ("#E69F00", "--"), "traced": (ORANGE, "-")}
+VARIANTS = {"plain": (BLUE, "-"), "aux stats": ("#E69F00", "--"), "traced": (ORANGE, "-")}
 
 
 def memory():
@@ -83,14 +83,14 @@ def cut(trials: Mapping[str, Outcome]):
     ended = trials.get("deadlines")
     if ended is None or ended.result is None:
         return looks.nothing("the trial `deadlines` did not run to its end")
-    begun = {arm: [0.0, *accumulate(s)] for arm, s in ended.result["step_s"].items()}
+    begun = {variant: [0.0, *accumulate(s)] for variant, s in ended.result["step_s"].items()}
     at = (begun["plain"][4] + begun["plain"][5]) / 2  # it cuts the plain variant in its fifth step
     with looks.style():
         fig, (axes,) = looks.panels(1, 3.2)
-        for arm, times in begun.items():
-            colour, line = ARMS[arm]
+        for variant, times in begun.items():
+            colour, line = VARIANTS[variant]
             steps = np.arange(1, len(times) + 1)
-            axes.step(times, steps, line, where="post", color=colour, label=arm)
+            axes.step(times, steps, line, where="post", color=colour, label=variant)
         above = {"xycoords": axes.get_xaxis_transform(), "va": "bottom", "ha": "center"}
         for times, name in ((0.5, "half the\n"), (1.0, "a\n"), (2.0, "twice the\n")):
             axes.axvline(at * times, color=GREY, lw=0.9, ls="--")

@@ -133,7 +133,7 @@ def step5(folder: Path) -> Found:
     layers = claimed(folder, "more layers come less far")
     reached = rows(folder, "steps_reached")
     by_trial = {has["trial"]: value for value, has in reached}
-    arms = {name: one["was in step"] for name, one in watched["found"].items()}
+    variants = {name: one["was in step"] for name, one in watched["found"].items()}
     plain = {"path": "loop", "deadline": 1.0, "layers": 1, "lock_at": 0}
     plain |= dict.fromkeys(("aux_stats", "tracing", "blocking"), False)
     still = [has["trial"] for _, has in reached if has["verdict"].startswith(("HANG", "STALLED"))]
@@ -143,7 +143,7 @@ def step5(folder: Path) -> Found:
     tokens = min(x for path, x in of if path == "masked")
     return {
         "standing still": len(still),
-        "reached": {"plain": by_trial[watched["trials"][0]]} | arms,
+        "reached": {"plain": by_trial[watched["trials"][0]]} | variants,
         "watched standing still": sum(
             one["verdict"].startswith(("HANG", "STALLED")) for one in watched["found"].values()
         ),

@@ -62,32 +62,32 @@ def print_schedule() -> Found:
                 if i == 12:
                     seen = last_step(console.getvalue())
         lines = [line.split("|")[0].strip() for line in console.getvalue().splitlines()]
-        arm = {"path": path, "first": first, "checkpoint": checkpoint}
-        rows.append(arm | {"last_line_at_step_13": seen, "lines": lines})
+        variant = {"path": path, "first": first, "checkpoint": checkpoint}
+        rows.append(variant | {"last_line_at_step_13": seen, "lines": lines})
     return {"rows": rows}
 
 
 def deadlines() -> Found:
     """Seconds of each of 10 steps, plain, with aux stats and traced, interleaved, to find where a
     deadline cuts."""
-    arms = {"plain": {}, "aux stats": {"aux_stats": True}, "traced": {"tracing": True}}
-    loops = {name: make({"tokens": 24, **SILENT, **changed}) for name, changed in arms.items()}
-    return {"step_s": _in_turns(loops, 10)}
+    variants = {"plain": {}, "aux stats": {"aux_stats": True}, "traced": {"tracing": True}}
+    loops = {name: make({"tokens": 24, **SILENT, **changed}) for name, changed in variants.items()}
+    return {"step_s": _interleaved(loops, 10)}
 
 
 def batch() -> Found:
     """Seconds of a step with one and two sequences of 64 tokens, interleaved."""
     loops = {str(n): make({"tokens": 64, "batch": n, **SILENT}) for n in (1, 2)}
-    return {"step_s": _in_turns(loops, 7)}
+    return {"step_s": _interleaved(loops, 7)}
 
 
-def _in_turns(loops: dict[str, ExhibitLoop], rounds: int) -> dict[str, list[float]]:
+def _interleaved(loops: dict[str, ExhibitLoop], rounds: int) -> dict[str, list[float]]:
     """Seconds of `rounds` steps of each loop, interleaved, after one that is discarded.
 
     CPU time of the trial's only thread, so that other processes do not count.
     """
     steps = {name: partial(next, map(loop.step, count())) for name, loop in loops.items()}
-    found = notes.in_turns(steps, rounds + 1, time.process_time)
+    found = notes.interleaved(steps, rounds + 1, time.process_time)
     return {name: seconds[1:] for name, seconds in found.items()}
 
 
@@ -100,7 +100,7 @@ def beside_the_step() -> Found:
             "data_s": lambda: loop.batch(1),
             "write_s": lambda: (log.write("1,5.6914,1e-05,20\n"), log.flush()),
         }
-        return {name: median(seconds) for name, seconds in notes.in_turns(parts, 8).items()}
+        return {name: median(seconds) for name, seconds in notes.interleaved(parts, 8).items()}
 
 
 def operations() -> Found:

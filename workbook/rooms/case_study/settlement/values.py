@@ -51,12 +51,14 @@ def forced_off(tokens: int, pairs: Iterable[Sequence[float]]) -> float:
 
 def saved_off(recorded: Mapping, tables: Mapping) -> float:
     """Largest |ratio - 1| of expandable segments' savings to the difference of the two reports."""
-    saved = {int(t): arms["default"] - arms["expandable"] for t, arms in recorded.items()}
+    saved = {
+        int(t): variants["default"] - variants["expandable"] for t, variants in recorded.items()
+    }
     return furthest(saved[t] / (one - other) for t, (one, other) in tables.items())
 
 
 def default_off(recorded: Mapping, table: Mapping[int, float]) -> float:
-    return furthest(arms["default"] / table[int(t)] for t, arms in recorded.items())
+    return furthest(variants["default"] / table[int(t)] for t, variants in recorded.items())
 
 
 @cache
@@ -162,9 +164,9 @@ def lines_apart(rows: Rows, by: str) -> int:
     itself with checkpointing, under one policy."""
     plain = {"path": "loop", "checkpoint": False}
     other = plain | ({"path": "masked"} if by == "path" else {"checkpoint": True})
-    arms = [[r["lines"] for r in rows if r["first"] == 5 and r == r | arm][-1]
-            for arm in (plain, other)]  # fmt: skip
-    return sum(a != b for a, b in zip(*arms, strict=True))
+    variants = [[r["lines"] for r in rows if r["first"] == 5 and r == r | variant][-1]
+            for variant in (plain, other)]  # fmt: skip
+    return sum(a != b for a, b in zip(*variants, strict=True))
 
 
 def otherwise(rows: Rows) -> int:

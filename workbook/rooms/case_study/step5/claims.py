@@ -56,7 +56,7 @@ def nothing_hangs(results: Results) -> Claim:
     if stand:
         return Claim(f"{sentence}; not so: {_ids(stand)}", "FAIL", evidence)
     if unclear or not cut:
-        why = f"{_ids(unclear)} cannot be told" if unclear else "none was cut"
+        why = f"{_ids(unclear)} cannot be judged" if unclear else "none was cut"
         return Claim.undecided(sentence, why, evidence)
     return Claim(f"{sentence} [{_ids(cut)}]", "PASS", evidence)
 
@@ -128,7 +128,7 @@ def observers_only_slow(results: Results) -> Claim:
     told = {n: {"was in step": t.reached, "verdict": t.verdict.label} for n, t in watched.items()}
     bad = [t for t in watched.values() if t.verdict.kind not in ("SLOW", "PASS")]
     if any(t.verdict.kind == "INCONCLUSIVE" for t in bad):
-        return Claim.undecided(sentence, f"{_ids(bad)} cannot be told")
+        return Claim.undecided(sentence, f"{_ids(bad)} cannot be judged")
     sentence += f"; a step, of {plain.id}'s: "
     sentence += ", ".join(f"{name} {_times(t, plain)}" for name, t in watched.items())
     sentence += f"; trials of one program differ by {results.spread:.2f}"

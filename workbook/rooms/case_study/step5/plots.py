@@ -49,7 +49,7 @@ def console_beside_heartbeat(trial: Trial):
     return fig
 
 
-def progress(results: Results, low: float = 0.7, high: float = 1.4):
+def progress(results: Results):
     """Plot P against time of the same run under each deadline, with the band predicted before."""
     chosen = {n: t for n, t in results.named.items() if n.endswith((" x", " layers"))}
     step_s = results.lab.step_s
@@ -57,7 +57,7 @@ def progress(results: Results, low: float = 0.7, high: float = 1.4):
         fig, (axes,) = looks.panels(1, 3.8)
         longest = max((coordinate(t)[0].max(initial=0.1) for t in chosen.values()), default=1.0)
         line = np.array([0.0, longest])
-        band = line / (high * step_s), line / (low * step_s)
+        band = line / (1.4 * step_s), line / (0.7 * step_s)
         axes.fill_between(line, *band, color=GREY, alpha=0.18, lw=0, label="predicted, 1 layer")
         # One run under several deadlines is one curve: the shorter ones have wider lines.
         curves = zip(chosen.items(), (RED, ORANGE, GREEN, BLUE, GREY), strict=False)
@@ -139,10 +139,10 @@ def microseconds(results: Results):
     return fig
 
 
-def memory_table(layers: int = 5):
+def memory_table():
     """Plot the case study's memory table as dots, and the sum of the copies as bars."""
     tokens, at = list(MEMORY_MIB), range(len(MEMORY_MIB))
-    found = [held(production(layers), t) for t in tokens]
+    found = [held(production(5), t) for t in tokens]
     parts = {
         "window's copies": ([f.window for f in found], BLUE),
         "selected copies": ([f.selected for f in found], GREEN),
@@ -167,7 +167,7 @@ def memory_table(layers: int = 5):
         axes.plot(at, estimate, "--", color="black", lw=1.1, label="its estimator")
         axes.set_xticks(at, [f"T {t}" for t in tokens])
         axes.set(xlabel="tokens of the sequence", ylabel="peak memory of a step (GiB)")
-        looks.title(axes, f"{layers} layers: copies add up to the table", "predicted | reported")
+        looks.title(axes, "5 layers: copies add up to the table", "predicted | reported")
         looks.legend(fig, [axes])
     return fig
 

@@ -148,8 +148,9 @@ class Lab:
     trials: list[Trial] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
-    def calibrate(self, steps: int = 8) -> None:
+    def calibrate(self) -> None:
         """Measure the time of a step, which deadlines are multiples of."""
+        steps = 8
         made = self._run(BASE, steps)
         if not made.finished:
             raise RuntimeError(f"the calibration did not end: {made.verdict.label}")
