@@ -26,7 +26,7 @@ LINES = {
     "workbook/cli": (1945, 1150),
     "workbook": (41237, 25000),
     "whyhung": (12475, 8500),
-    "tests": (64051, 34000),
+    "tests": (64097, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
