@@ -75,7 +75,7 @@ define checked
 @echo "make $@: $(1) on two idle cores; on a busy machine longer, and no less green"
 @left_out=$$($(BIN)/python tests/support/green.py) || exit; \
 begin=$$(date +%s); failed=""; again=""; \
-$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(2)$$left_out" || { \
+$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$(2)$$left_out" || { \
 echo "make $@: what failed runs once more, by itself"; \
 $(BIN)/python -m pytest -v --lf --lfnf=none --maxfail=3 -m "$(2)$$left_out" \
 	&& again=" (failed once, passed by itself: the tests above)" || failed=" pytest"; }; \

@@ -71,6 +71,9 @@ def started_processes_are_marked(request):
 
 
 def pytest_collection_modifyitems(items):
+    # Workers take a file each: were a long one the last, all others would wait for its worker.
+    long = {x.path for x in items if any(map(x.get_closest_marker, ("slow", "full")))}
+    items.sort(key=lambda x: x.path not in long)
     for item in items:
         for mark, needed in (("gpu", 1), ("gpus2", 2)):
             if item.get_closest_marker(mark) and needed > DEVICES:

@@ -330,7 +330,8 @@ if __name__ == "__main__":
         reach_warps(shape, sinks, kind.endswith("offset"))
     else:
         # What is otherwise in long sequences is so whatever the call has beside them.
-        lengths = {"odd": (1, 70), "packed-sinks": TOKENS[:1]}.get(kind, TOKENS)
+        lengths = TOKENS if (shape, kind) == ("main", "dense") else TOKENS[:1]
+        lengths = (1, 70) if kind == "odd" else lengths
         for tokens in lengths:
             options = kind == "odd" and tokens > 1, sinks, "offset" in kind
             reach(shape, tokens, "packed" in kind, *options)

@@ -205,8 +205,8 @@ def test_the_backends_are_those_that_are_tested():
 
 
 @pytest.mark.slow
-def test_four_hundred_random_cases_equal_the_whole():
-    for seed in range(1000, 1400):
+def test_a_hundred_random_cases_equal_the_whole():
+    for seed in range(1000, 1100):
         backend = BACKENDS[seed % len(BACKENDS)]
         error = mismatch(seed, backend)
         assert error < 1e-12, f"{backend}, seed {seed}: {random_growth(seed)}: {error}"

@@ -17,7 +17,7 @@ from nsa.parallel.mesh import ContextParallel
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_ranks_that_share_sequences_train_as_one_process_does(tmp_path, count):
     """Losses, gradients, a loss on other batches, and a checkpoint that one process goes on from;
     four ranks are also two groups of two."""

@@ -1,6 +1,9 @@
 import json
+import math
 from itertools import product
+from types import SimpleNamespace
 
+import lab_entries
 import pytest
 
 from whyhung.process.deadlines import SOFT
@@ -24,6 +27,19 @@ def calibrated(lengths, step_s, first=0.0, gap_s=lambda layers, tokens: 0.0):
         row = {"layers": layers, "tokens": tokens, "seconds": [later[0] + first, *later]}
         rows.append(row | {"gap_s": gap_s(layers, tokens)})
     return Calibration.of(Evidence(result={"points": rows}))
+
+
+@pytest.fixture
+def by_a_clock(monkeypatch):
+    """Clock that only sleeping moves, for calibration and for what it times."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+    def sleep(seconds):
+        clock.now += seconds
+
+    clock.sleep = sleep
+    for module in (calibration, lab_entries):
+        monkeypatch.setattr(module, "time", clock)
 
 
 def run(plan, folder, **options):
@@ -103,6 +119,7 @@ def test_settings_of_these_names_that_are_no_numbers_are_left_as_they_are():
     assert size_of(plan, {}) == (1, 1)
 
 
+@pytest.mark.usefixtures("by_a_clock")
 def test_points_that_would_take_too_long_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "BUDGET_S", 0.5)
     sizes = [{"layers": 1, "tokens": n} for n in (64, 128, 256)]
@@ -117,6 +134,7 @@ def test_points_that_would_take_too_long_are_left_out(tmp_path, monkeypatch):
     assert len(points.rows[0]["seconds"]) == REPEATS and losses[REPEATS:] == [None] * 2 * REPEATS
 
 
+@pytest.mark.usefixtures("by_a_clock")
 def test_a_short_step_is_taken_until_its_time_can_be_measured(tmp_path):
     progress = Progress(tmp_path / "progress.bin")
     given = {"subject": "lab_entries:paced", "settings": {"a": 0.012, "b": 0.0, "c": 0.0}}
@@ -125,8 +143,9 @@ def test_a_short_step_is_taken_until_its_time_can_be_measured(tmp_path):
         points.step(i)
     (row,) = points.result()["points"]
     progress.close()
-    assert points._made.taken >= 1 + (REPEATS - 1) * 2  # more than one each, but the first
-    assert min(row["seconds"][1:]) >= 0.012 and max(row["seconds"][1:]) < calibration.LEAST_S
+    times = math.ceil(calibration.LEAST_S / 0.012)
+    assert points._made.taken == 1 + (REPEATS - 1) * times  # one alone the first time
+    assert row["seconds"] == pytest.approx([0.012] * REPEATS)
 
 
 @pytest.mark.processes

@@ -197,7 +197,7 @@ def test_a_rank_that_raises_is_a_row_and_the_next_trial_gets_another_launch(tmp_
 @pytest.mark.processes
 @pytest.mark.slow
 def test_at_the_deadline_every_rank_says_where_it_stands(tmp_path):
-    found = traced_by("stay_away_on_rank_0", tmp_path, "ddp", deadline_s=25)
+    found = traced_by("stay_away_on_rank_0", tmp_path, "ddp", deadline_s=60)
     absent, waiting = found.of("ddp")
     assert absent["status"] == waiting["status"] == "timeout"
     assert "before step 1" in absent["place"] and "stay_away_on_rank_0" in absent["evidence"]
