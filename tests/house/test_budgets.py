@@ -21,7 +21,7 @@ LINES = {
     "nsa/recipes": (328, 330),
     "nsa": (19743, 15500),
     "workbook/lab": (12875, 6500),
-    "workbook/runs": (6888, 4700),
+    "workbook/runs": (7030, 4700),
     "workbook/rooms": (19532, 9500),
     "workbook/cli": (1945, 1150),
     "workbook": (41237, 25000),
