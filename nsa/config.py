@@ -5,6 +5,11 @@ import operator
 from dataclasses import dataclass, fields
 from typing import Any
 
+# Names that options take, here because this file loads without torch.
+BRANCHES = ("cmp", "slc", "win")
+PHI_KINDS = ("mean", "linear", "mlp")
+GATE_KINDS = ("sigmoid", "linear", "softmax", "uniform")
+
 
 @dataclass(frozen=True)
 class NSAConfig:

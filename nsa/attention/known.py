@@ -2,11 +2,19 @@
 
 import sys
 
+from nsa.spelling import nearest
+
 # In order of preference of `auto` for shapes that were not measured.
 MODULES = {
     name: f"nsa.attention.backends.{name}"
     for name in ("triton", "flash", "flex", "packed", "gather", "sdpa", "masked")
 }
+
+
+def check(name: str) -> None:
+    """Raise ValueError for a name that begins with no backend's, and is not "auto"."""
+    if name.partition(":")[0] not in ("auto", *MODULES):
+        raise ValueError(f"backend {name!r} is unknown; {nearest(name, ['auto', *MODULES])}")
 
 
 def add(name: str, module: str) -> None:

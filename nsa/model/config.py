@@ -6,10 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import isfinite
 from typing import Any
 
-from nsa.config import NSAConfig, as_int, other_than
-from nsa.reference.compress import PHI_KINDS
-from nsa.reference.gate import GATE_KINDS
-from nsa.reference.nsa import BRANCHES
+from nsa.config import BRANCHES, GATE_KINDS, PHI_KINDS, NSAConfig, as_int, other_than
 from nsa.spelling import choice, nearest
 
 SINK_KINDS = ("none", "learned")

@@ -8,12 +8,8 @@ study's 78,295,332 parameters.
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig
-from nsa.model.dense_attention import DenseAttention
-from nsa.model.layer import NSAAttention
 from nsa.spelling import nearest
 
 
@@ -89,6 +85,11 @@ def dense_twin(
     )
     if not same_parameters:
         return twin
+    import torch  # here, so that a preset's name and fields are checked before it is loaded
+
+    from nsa.model.dense_attention import DenseAttention
+    from nsa.model.layer import NSAAttention
+
     with torch.device("meta"):
         missing = sum(p.numel() for p in NSAAttention(config.with_(backend="auto")).parameters())
         missing -= sum(p.numel() for p in DenseAttention(twin).parameters())

@@ -9,11 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.blocks import count_compressed
-from nsa.config import NSAConfig
+from nsa.config import PHI_KINDS, NSAConfig
 from nsa.reference.rotary import rotate
 from nsa.spelling import choice
-
-PHI_KINDS = ("mean", "linear", "mlp")
 
 
 @dataclass(frozen=True)

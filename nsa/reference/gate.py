@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Linear = Callable[[Tensor], Tensor]  # a layer with its weights
-GATE_KINDS = ("sigmoid", "linear", "softmax", "uniform")
 
 
 def gate_logits(

@@ -13,12 +13,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nsa.blocks import count_compressed
-from nsa.config import NSAConfig
+from nsa.config import BRANCHES, NSAConfig
 from nsa.reference.attend import attend, attention_probs, without_sink
 from nsa.reference.compress import Phi, compress_keys, compress_values
 from nsa.reference.select import importance, select, selected_tokens
-
-BRANCHES = ("cmp", "slc", "win")
 
 
 @dataclass

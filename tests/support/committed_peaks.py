@@ -15,7 +15,8 @@ from nsa.attention.api import nsa_attention
 from nsa.config import NSAConfig
 from nsa.model.dense_attention import sdpa
 from workbook.lab.estimate.estimate import Estimate, estimate
-from workbook.lab.estimate.pretend import DEVICE, gpu_named, pretended
+from workbook.lab.estimate.gpus import gpu_named
+from workbook.lab.estimate.pretend import DEVICE, pretended
 from workbook.lab.estimate.trace import Tracker
 from workbook.lab.measure import allocations
 from workbook.lab.measure.shapes import Shape

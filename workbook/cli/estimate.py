@@ -43,6 +43,9 @@ def estimate(arguments) -> int:
         return GOOD
     if arguments.fits is not None and not arguments.fits > 0:
         raise ValueError(f"--fits {arguments.fits:g} must be greater than 0 GiB")
+    from workbook.lab.estimate.gpus import gpu_named
+
+    gpu_named(arguments.gpu)  # like the settings, before torch is loaded
     given = settings(arguments.settings, EXAMPLE)
     spec = spec_of((_like(arguments.like, arguments.runs) if arguments.like else {}) | given)
 

@@ -115,11 +115,8 @@ def _check_start(kind: str, asked: int | None, started: int | None, port: int | 
 
 def _job(arguments, started: int | None) -> "Job":
     """Job of the arguments, checked. started: number of ranks that torchrun has started."""
-    import torch
-
+    from nsa.attention import known
     from nsa.model import presets
-    from nsa.model.train_config import TrainConfig
-    from workbook.rooms.training.job import Job
 
     if arguments.resume is not None and not Path(arguments.resume).exists():
         from workbook.runs.store import open_store
@@ -134,6 +131,21 @@ def _job(arguments, started: int | None) -> "Job":
     changes = of_model(settings(arguments.set, "--set layers=2", last=True), "--set ")
     if arguments.checkpoint is not None:
         changes["checkpoint"] = arguments.checkpoint
+    for name, least in (("steps", 1), ("batch", 1), ("tokens", 1)):  # before torch is loaded
+        if getattr(arguments, name) is not None and getattr(arguments, name) < least:
+            raise ValueError(f"{name}={getattr(arguments, name)} must be at least {least}")
+    try:
+        model = presets.preset(arguments.preset, **changes)
+    except TypeError as error:  # --set layers=ten
+        raise ValueError(str(error)) from None
+    if model.attention == "nsa":
+        known.check(model.backend)
+
+    import torch
+
+    from nsa.model.train_config import TrainConfig
+    from workbook.rooms.training.job import Job
+
     on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
     given = vars(arguments) | {
         "tokens": TOKENS.get(arguments.preset, OTHER_TOKENS)
@@ -143,16 +155,16 @@ def _job(arguments, started: int | None) -> "Job":
         "ranks": started or arguments.ranks or 1,
         "observe": tuple(arguments.observe),
         "guard": tuple(arguments.guard),
+        "model": model,
     }
 
     def of(owner: type) -> dict[str, Any]:
         return {f.name: given[f.name] for f in fields(owner) if given.get(f.name) is not None}
 
     try:
-        given["model"] = presets.preset(arguments.preset, **changes)
         given["train"] = TrainConfig(**of(TrainConfig))
         return Job(**of(Job))
-    except TypeError as error:  # --set layers=ten
+    except TypeError as error:
         raise ValueError(str(error)) from None
 
 

@@ -62,8 +62,6 @@ class TrainingSpec:
     )
 
     def __post_init__(self) -> None:
-        from nsa.model.parallel import Parallel
-
         for name, known in TrainingSpec.__dataclass_fields__.items():
             if "least" in known.metadata:
                 check_whole(self, {name: known.metadata["least"]})
@@ -73,12 +71,15 @@ class TrainingSpec:
                 check_switch(self, name)
         if self.ranks > 1 and self.parallel == "none":
             raise ValueError(f"ranks={self.ranks} need parallel='ddp' or 'fsdp'")
-        Parallel("ddp", ranks=self.ranks, cp=self.cp).rows(self.batch)
         if not isinstance(self.changes, dict):
             raise ValueError(f"changes={self.changes!r} must be a mapping of ModelConfig fields")
         if twice := sorted(OWN & set(self.changes)):
             raise ValueError(f"changes names {', '.join(twice)}, which the cell itself has")
         config = self.config()
+
+        from nsa.model.parallel import Parallel  # after the checks that need no torch
+
+        Parallel("ddp", ranks=self.ranks, cp=self.cp).rows(self.batch)
         if config.max_tokens is not None and self.tokens > config.max_tokens:
             raise ValueError(f"tokens={self.tokens} is more than max_tokens={config.max_tokens}")
         if self.data == "text" and config.vocab < 256:
@@ -94,8 +95,7 @@ class TrainingSpec:
 
     def config(self) -> "ModelConfig":
         """The model's config. ValueError for an invalid preset, layers, backend or changes."""
-        from nsa.attention.registry import check_name
-        from nsa.model import dense_attention
+        from nsa.attention import known
         from nsa.model.presets import dense_twin, preset
 
         layers = {} if self.layers is None else {"layers": self.layers}
@@ -104,8 +104,14 @@ class TrainingSpec:
         except TypeError as error:
             raise ValueError(str(error)) from None
         if self.attention == "nsa":
+            known.check(self.backend)  # without torch
+
+            from nsa.attention.registry import check_name
+
             check_name(self.backend)
             return config.with_(backend=self.backend)
+        from nsa.model import dense_attention
+
         if self.backend not in dense_attention.BACKENDS:
             hint = nearest(self.backend, dense_attention.BACKENDS)
             raise ValueError(f"backend={self.backend!r} is none of dense attention's; {hint}")

@@ -12,9 +12,9 @@ from cases import EVEN, ODD, SMALL, TINY, Case, draw
 from torch.overrides import TorchFunctionMode
 
 from nsa.blocks import count_compressed, count_selectable
-from nsa.config import NSAConfig
+from nsa.config import PHI_KINDS, NSAConfig
 from nsa.reference.attend import attend
-from nsa.reference.compress import PHI_KINDS, Phi, PhiWeights, compress
+from nsa.reference.compress import Phi, PhiWeights, compress
 from nsa.reference.gate import sigmoid_gates, softmax_gates
 from nsa.reference.nsa import BRANCHES, nsa
 from nsa.reference.rotary import rotary_tables, rotate

@@ -9,6 +9,7 @@ pytest.importorskip("ipywidgets")
 pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure  # noqa: E402
+from processes import environment_with_package  # noqa: E402
 
 from workbook.runs import live, store  # noqa: E402
 
@@ -97,3 +98,40 @@ def test_an_error_that_is_no_callers_fault_is_not_hidden(panel):
     panel.told = lambda height: 1 / (height - 3)
     with pytest.raises(ZeroDivisionError):
         live.LivePanel(panel)
+
+
+KERNEL = """\
+from workbook.rooms.explore import panels
+from workbook.runs import live
+made = live.LivePanel(panels.definition("repro", 64))
+made.widget"""
+MOVE = """\
+made.grips["keys seen"].value = 60"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_front_end_that_knows_widgets_by_their_protocol_alone_gets_all_there_is():
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in (KERNEL, MOVE)])
+    client = nbclient.NotebookClient(book, timeout=120)
+    with client.setup_kernel(env=environment_with_package()):
+        client.execute_cell(book.cells[0], 0)
+        before = {id: bytes(b[0]["data"], "ascii") for id, b in buffers(client).items()}
+        client.execute_cell(book.cells[1], 1)
+        after = {id: bytes(b[0]["data"], "ascii") for id, b in buffers(client).items()}
+    assert len(before) == 1 and before.keys() == after.keys() and before != after
+    states = client.widget_state.values()
+    models = {each["_model_module"] for each in states}
+    assert models <= {"@jupyter-widgets/base", "@jupyter-widgets/controls"}
+    assert any("query 3 of T = 64" in str(each.get("value")) for each in states)
+    shown = book.cells[0].outputs[-1].data["application/vnd.jupyter.widget-view+json"]
+    assert shown["model_id"] in client.widget_state
+
+
+def buffers(client):
+    """Binary parts of the widgets by id, those of pictures."""
+    return {
+        id: list(found.values()) if isinstance(found, dict) else found
+        for id, found in client.widget_buffers.items()
+    }

@@ -1,4 +1,4 @@
-"""Calibration of a GPU's memory beyond tensors, on this machine: a row for `pretend.GPUS`."""
+"""Calibration of a GPU's memory beyond tensors, on this machine: a row for `gpus.GPUS`."""
 
 import gc
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 
 from whyhung.process import preflight
 from whyhung.process.trial import run_child
-from workbook.lab.estimate.pretend import GIB, MIB, Gpu
+from workbook.lab.estimate.gpus import GIB, MIB, Gpu
 from workbook.lab.training import TrainingSpec, open_trainer
 
 DEADLINE_S = 300.0
@@ -57,7 +57,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def row(gpu: Gpu) -> str:
-    """Format the line for `workbook.lab.estimate.pretend.GPUS`."""
+    """Format the line for `workbook.lab.estimate.gpus.GPUS`."""
     sizes = f"resident=int({gpu.resident / MIB:.6g} * MIB), context={gpu.context // MIB} * MIB"
     what = f'"{gpu.name}", {gpu.capability}, {gpu.processors}, {gpu.total / GIB:.4g}'
     return f"_gpu({what}, {sizes}),"

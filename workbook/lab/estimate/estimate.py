@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from nsa.spelling import choice
 from workbook.lab.estimate import layers, libraries, reserved, search
 from workbook.lab.estimate.alloc_conf import Settings
-from workbook.lab.estimate.pretend import GIB, Gpu, gpu_named
+from workbook.lab.estimate.gpus import GIB, Gpu, gpu_named
 from workbook.lab.estimate.steps import Run, run_of
 from workbook.lab.estimate.trace import Trace, steady, trace
 from workbook.lab.measure.allocations import lifetimes, replay

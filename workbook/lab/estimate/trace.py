@@ -30,8 +30,9 @@ from nsa.model.llama import LanguageModel
 from nsa.model.train import Trainer, check_capturable
 from workbook.lab import sequential
 from workbook.lab.estimate import operators, ranks
+from workbook.lab.estimate.gpus import Gpu
 from workbook.lab.estimate.libraries import round_up
-from workbook.lab.estimate.pretend import DEVICE, Gpu, Quick, pretended
+from workbook.lab.estimate.pretend import DEVICE, Quick, pretended
 from workbook.lab.measure.allocations import Stream
 from workbook.lab.measure.recorders import training_tensors
 from workbook.lab.training import TrainingSpec

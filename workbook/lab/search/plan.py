@@ -13,7 +13,6 @@ from nsa.spelling import choice, nearest
 from whyhung.process import script
 from whyhung.process.runner import ACTIONS, Spec, check_subject
 from whyhung.verdict import KINDS
-from workbook.lab import oracles
 from workbook.lab.search import factors as known
 from workbook.lab.search.candidates import Cell, position, word
 from workbook.lab.search.covering import cover
@@ -59,7 +58,6 @@ class Plan:
     def __post_init__(self) -> None:
         check_subject(self.subject)
         self._check_options()
-        oracles.check(self.oracles or ())
         for name in ("settings", "factors"):
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a mapping of names")
@@ -73,6 +71,10 @@ class Plan:
             self._check(name, values)
         if "deadline_factor" in self.settings | self.factors and self.deadline_s is None:
             raise ValueError("deadline_factor has nothing to multiply; give deadline_s in seconds")
+        if self.oracles:
+            from workbook.lab import oracles  # with torch, after what needs none
+
+            oracles.check(self.oracles)
         self._check_snapshot()
         never = self.never
         if not isinstance(never, list) or not all(isinstance(one, dict) and one for one in never):

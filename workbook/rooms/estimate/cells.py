@@ -7,7 +7,7 @@ from typing import Any
 
 from nsa.model.config import layer_range
 from nsa.spelling import choice
-from workbook.lab.estimate.pretend import GPUS, gpu_named
+from workbook.lab.estimate.gpus import GPUS, gpu_named
 from workbook.lab.search import covering
 from workbook.lab.search.plan import STRENGTH
 from workbook.lab.training import TrainingSpec, check_fields, longest_tokens

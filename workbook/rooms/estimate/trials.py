@@ -8,7 +8,7 @@ from typing import Any
 
 from whyhung.process.trial import Outcome
 from workbook.lab import sweep
-from workbook.lab.estimate.pretend import gpu_named
+from workbook.lab.estimate.gpus import gpu_named
 from workbook.lab.measure.allocations import CATEGORIES
 from workbook.lab.training import TrainingSpec
 from workbook.rooms.estimate import committed

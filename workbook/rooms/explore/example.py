@@ -4,6 +4,7 @@ Everything comes from `nsa.reference` and the lab's drawn inputs, at as many que
 can resolve; a query's own weights are exact at any T.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -58,7 +59,19 @@ class Choice:
         return Shape(self.tokens, **sizes, **kind, config=self.config)
 
 
+@contextmanager
+def _one_thread():
+    """Compute on one thread: several would take longer to agree than this little work does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @lru_cache(2)
+@_one_thread()
 def _drawn(shape: Shape) -> Drawn:
     with torch.no_grad():
         return draw(shape)
@@ -87,12 +100,15 @@ class Example:
         # block sizes do not affect the drawn inputs
         drawn = _drawn(replace(choice.shape, config=NSAConfig()))
         self.q, self.k, self.v = (x.detach() for x in (drawn.q, drawn.k, drawn.v))
+        self._last: Seen | None = None
 
     @cached_property
+    @_one_thread()
     def k_cmp(self) -> Tensor:
         """Compressed keys [1, C, 1, D]."""
         return compress_keys(self.k, Phi(), self.config)
 
+    @_one_thread()
     def selection(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute importance [R, NB] and blocks [R, n] of the queries at these positions."""
         scores = importance_at(self.q[:, rows], self.k_cmp, rows, self.choice.tokens, self.config)
@@ -104,6 +120,7 @@ class Example:
         return self.selection(self.rows)
 
     @cached_property
+    @_one_thread()
     def sees(self) -> dict[str, Tensor]:
         """Masks {branch: bool [R, R]} of tokens (columns) that contribute to each query (rows)."""
         rows, tokens, span = self.rows, self.choice.tokens, compressed_span(self.config)
@@ -121,6 +138,12 @@ class Example:
         """Return what the query at this position sees. ValueError outside 0..T-1."""
         if not 0 <= query < self.choice.tokens:
             raise ValueError(f"query={query} must be in 0..{self.choice.tokens - 1}")
+        if self._last is None or self._last.query != query:  # the picture and the words ask
+            self._last = self._at(query)
+        return self._last
+
+    @_one_thread()
+    def _at(self, query: int) -> Seen:
         config, position = self.config, torch.tensor([query])
         q, k = self.q[:, position], self.k[:, : query + 1]
         scores, blocks = self.selection(position)
@@ -151,6 +174,7 @@ class Example:
         return mean_union(self.selection(rows)[1][None, :, None], NEIGHBOURS)
 
     @cached_property
+    @_one_thread()
     def output_norms(self) -> tuple[Tensor, Tensor]:
         """Positions [S], and the mean norm [S, 3] of a head's output in each branch there."""
         rows = self.rows[:: -(-len(self.rows) // OUTPUTS)]

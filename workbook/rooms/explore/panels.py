@@ -48,21 +48,23 @@ def definition(
     _example(**_without(start)).at(query)
     gates.gates_of(weights or model)
 
-    def seen(query: int, **values: Any):
-        return plots.seen(_example(**_without(values)), query)
-
-    def selection(query: int, **values: Any):
-        return plots.selection(_example(**_without(values)), query)
+    def one(query: int, **values: Any):
+        return _example(**_without(values)), query
 
     def shares(query: int, model: str, **values: Any):
-        return plots.gates(_example(**values), gates.gates_of(weights or model))
+        return _example(**values), gates.gates_of(weights or model)
+
+    views = {
+        "keys seen": lambda: plots.seen().fed(one),
+        "selection": lambda: plots.selection().fed(one),
+        "gates": lambda: plots.gates().fed(shares),
+    }
 
     def told(query: int, **values: Any) -> list[str]:
         return example.sentences(_example(**_without(values)), query)
 
-    views = {"keys seen": seen, "selection": selection, "gates": shares}
     span = (plots.BEGIN, plots.END)
-    return Panel(start, views, told, _controls, _adjust, foot="query", span=span)
+    return Panel(start, {}, told, _controls, _adjust, "query", span, views, plots.GRIPS)
 
 
 def example_of(values: Mapping[str, Any]) -> Example:

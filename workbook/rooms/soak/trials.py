@@ -323,7 +323,7 @@ def estimates(cell: TrainingSpec, names: Sequence[str], gpu: str) -> list[Estima
     """Estimate what CUDA's allocator would hold under each setting in a later step of this training
     on that GPU: the step is traced once without a device, and the allocator is modelled."""
     from workbook.lab.estimate.alloc_conf import Settings
-    from workbook.lab.estimate.pretend import gpu_named
+    from workbook.lab.estimate.gpus import gpu_named
     from workbook.lab.estimate.reserved import replay
     from workbook.lab.estimate.steps import run_of
     from workbook.lab.estimate.trace import trace

@@ -42,7 +42,7 @@ def cell(size: str, way: str, tokens: int) -> dict[str, Any]:
     from nsa.model.llama import LanguageModel
     from nsa.spelling import settings
     from workbook.lab.estimate.estimate import estimate
-    from workbook.lab.estimate.pretend import gpu_named
+    from workbook.lab.estimate.gpus import gpu_named
     from workbook.lab.training import TrainingSpec
 
     changes = settings([*SIZES[size].split(), *WAYS[way].split()], "tokens=2048")

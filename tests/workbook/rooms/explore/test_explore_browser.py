@@ -44,7 +44,8 @@ def test_a_slider_moves_and_the_picture_follows_without_an_error(tmp_path, recor
             return found
 
         sliders = page.locator(".noUi-handle")
-        query = sliders.nth(7)  # below the picture, after T, l, d, l', w, n, G
+        # below the picture, after T, l, d, l', w, n, G
+        query = page.locator(".noUi-horizontal .noUi-handle:visible").nth(7)
         before = words.inner_text()
         spent = [press(query, "ArrowLeft") for _ in range(12)]
         assert "query 372 of T = 512" in words.inner_text() != before
@@ -65,6 +66,18 @@ def test_a_slider_moves_and_the_picture_follows_without_an_error(tmp_path, recor
         page.mouse.up()
         page.wait_for_function("!document.querySelector('[role=status]').innerText"
                                ".startsWith('query 744 of')")  # fmt: skip
+
+        # on the map itself, by the line that is drawn there
+        line = page.locator(".nsa-grip .noUi-handle:visible").first.bounding_box()
+        middle = line["x"] + line["width"] / 2, line["y"] + line["height"] / 2
+        page.mouse.move(*middle)
+        page.mouse.down()
+        page.mouse.move(middle[0], middle[1] - 60, steps=5)
+        page.mouse.up()
+        page.wait_for_function(
+            "[...Array(160).keys()].some((n) => document.querySelector('[role=status]').innerText"
+            ".startsWith(`query ${400 + n} of`))"
+        )
 
         # a size that does not fit is told, and the way back works
         handle = sliders.nth(1)

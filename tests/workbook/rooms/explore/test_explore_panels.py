@@ -30,10 +30,39 @@ def test_a_moved_slider_changes_the_picture_and_the_words(live):
 
 def test_each_view_has_a_picture_of_its_own(live):
     pictures = set()
-    for name in live.panel.views:
+    for name in live.view.options:
         live.view.value = name
         pictures.add(bytes(live.picture.value))
-    assert len(pictures) == len(live.panel.views) == 3
+    assert len(pictures) == len(live.view.options) == 3
+
+
+CHANGES = (
+    {"query": 30}, {"window": 8}, {"tokens": 256}, {"select_count": 3}, {"group": 1, "query": 5},
+    {"queries": "correlated"}, {"query": 0}, {"tokens": 128},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("view", ["keys seen", "selection", "gates"])
+def test_a_picture_of_which_parts_were_kept_is_the_one_drawn_whole(live, view):
+    live.view.value = view
+    for change in CHANGES:
+        for name, value in change.items():
+            live.controls[name].value = value
+        fresh = live.panel.kept[view]().png(**live.values())
+        assert live.picture.value == fresh, change
+
+
+def test_the_query_follows_a_hand_on_the_maps(live):
+    live.grips["keys seen"].value = 100  # of 0..127, upwards
+    assert live.controls["query"].value == live.grips["selection"].value == 27
+    assert "query 27 of" in live.words.value
+    live.controls["tokens"].value = 64
+    held = live.grips["keys seen"]
+    assert (held.max, held.max - held.value) == (63, live.controls["query"].value)
+    for view in live.view.options:
+        live.view.value = view
+        shown = [name for name, grip in live.grips.items() if grip.layout.display != "none"]
+        assert shown == [view][: view != "gates"]
 
 
 def test_a_preset_sets_all_sizes_and_draws_once(live):
