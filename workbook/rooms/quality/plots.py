@@ -13,6 +13,7 @@ from workbook.runs import looks
 
 Rows = Sequence[dict[str, Any]]
 NOTHING = "no cell ended well"
+MIB, SEEN = 2.0**20, "MiB of text seen"
 
 
 def _band(axes, curves: Sequence[dict[float, float]], number: int, name: str, style="-") -> None:
@@ -44,6 +45,7 @@ def by_position(rows: Rows, note: str):
                 if curves:
                     _band(axes, curves, number, arm)
             axes.set_xscale("log", base=2)
+            looks.plain_ticks(axes, {64, 512, 2048, 8192, tokens})
             axes.set(xlabel="position, end of its bucket", ylabel="bits a byte")
             looks.title(axes, f"held-out text, trained at {looks.length(tokens)}", note)
     return fig
@@ -51,7 +53,7 @@ def by_position(rows: Rows, note: str):
 
 def while_training(rows: Rows, note: str, on_gpu: bool):
     """Plot bits a byte on held-out text against bytes seen and, on a GPU, against seconds."""
-    lengths, axis = table.lengths(rows), ("bytes seen", "seconds of training")
+    lengths, axis = table.lengths(rows), (SEEN, "seconds of training")
     shown = [(n, column) for n in lengths for column in range(1 + on_gpu)]
     if not any(row["outcome"] == "ok" for row in rows):
         return looks.nothing(NOTHING)
@@ -60,7 +62,8 @@ def while_training(rows: Rows, note: str, on_gpu: bool):
             for number, arm in enumerate(table.arms(rows)):
                 colour, _ = looks.series(number)
                 for row in table.of(rows, arm, tokens).values():
-                    curve = [[point[column], point[2]] for point in row["curve"]]
+                    scale = 1.0 if column else MIB
+                    curve = [[point[column] / scale, point[2]] for point in row["curve"]]
                     axes.plot(*zip(*curve, strict=True), color=colour, label=arm, lw=1.2)
             axes.set(xlabel=axis[column], ylabel="bits a byte")
             looks.title(axes, f"trained at {looks.length(tokens)}, a line a seed", note)
@@ -100,7 +103,7 @@ def selection_while_training(rows: Rows, note: str):
         return looks.nothing(NOTHING)
     with looks.figure(2, 2.8) as (fig, (shares, united)):
         for row in mine:
-            seen = [look["bytes"] for look in row["selected"]]
+            seen = [look["bytes"] / MIB for look in row["selected"]]
             gates = np.array([[x["gates"] for x in look["layers"]] for look in row["selected"]])
             gates = (gates / gates.sum(-1, keepdims=True)).mean(1)
             for number, name in enumerate(("compressed", "selected", "window")):
@@ -109,8 +112,8 @@ def selection_while_training(rows: Rows, note: str):
             line, at = table.lengths(mine).index(row["cell"]["tokens"]), row["cell"]["tokens"]
             look = {"color": looks.series(3 + line)[0], "label": f"text of {looks.length(at)}"}
             united.plot(seen, np.mean(unions, 1), **look)
-        shares.set(xlabel="bytes seen", ylabel="share of the gates", ylim=(0, 1))
-        united.set(xlabel="bytes seen", ylabel="distinct blocks")
+        shares.set(xlabel=SEEN, ylabel="share of the gates", ylim=(0, 1))
+        united.set(xlabel=SEEN, ylabel="distinct blocks")
         looks.title(shares, "gates", note)
         looks.title(united, "64 neighbours", note)
     return fig
@@ -136,7 +139,7 @@ def unions(rows: Rows, note: str):
                 total, xs = sum(found.values()), sorted(found)
                 colour, _ = looks.series(number)
                 shares = [found[x] / total for x in xs]
-                axes.step(xs, shares, where="mid", color=colour, label=f"text of {at}")
+                axes.step(xs, shares, where="mid", color=colour, label=f"text of {looks.length(int(at))}")
             axes.set(xlabel="distinct blocks", ylabel="share of tiles")
             looks.title(axes, f"{n} neighbours", note)
     return fig
