@@ -139,7 +139,8 @@ def unions(rows: Rows, note: str):
                 total, xs = sum(found.values()), sorted(found)
                 colour, _ = looks.series(number)
                 shares = [found[x] / total for x in xs]
-                axes.step(xs, shares, where="mid", color=colour, label=f"text of {looks.length(int(at))}")
+                name = f"text of {looks.length(int(at))}"
+                axes.step(xs, shares, where="mid", color=colour, label=name)
             axes.set(xlabel="distinct blocks", ylabel="share of tiles")
             looks.title(axes, f"{n} neighbours", note)
     return fig
