@@ -89,7 +89,7 @@ def tile_for(
     q, _, v, *_ = operands
     looks_back = span is not None and span.lookback is not None
     tiles = FASTER.get((kernel, v.shape[2], looks_back), ())
-    # Queries at an offset see as much as the last of a sequence that is as long as its keys.
+    # Queries at an offset see as much as the last ones of a sequence that is as long as its keys.
     length = keys.length * span.stride if tokens.starts is not None and span else tokens.length
     found = next((tile for least, tile in tiles if length >= least), None)
     if asked is None:
@@ -242,8 +242,7 @@ def launch_dq(
 
     q, k, v, do = operands
     gates, dgates, branch = gated
-    total, heads, dim = q.shape
-    tiles = tokens.tile_count(tile.rows)
+    (total, heads, dim), tiles = q.shape, tokens.tile_count(tile.rows)
     launch(
         dq_kernel, (min(tiles * heads, processors(q.device)),),
         _tiles(q, tokens, tile.rows // 2), _tiles(k, keys, tile.keys), _tiles(v, keys, tile.keys),
