@@ -3,7 +3,6 @@
 from dataclasses import asdict, dataclass, replace
 
 from nsa.blocks import count_compressed
-from nsa.config import NSAConfig
 from nsa.parallel.mesh import METHODS
 from nsa.spelling import choice
 from workbook.lab.measure.shapes import Shape
@@ -48,7 +47,7 @@ class Cell:
         return replace(self.shape, tokens=self.shape.tokens // self.ranks)
 
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes that one rank receives in a {"forward", "backward"}, the paper of neither.
+        """Bytes that one rank receives: {"forward", "backward"}.
 
         "gather": keys and values of the other ranks, and their compressed ones; backward the same
         numbers in fp32. "ulysses": its heads' part of q, k, v, gates and o from the others.
@@ -76,6 +75,3 @@ class Cell:
         how = "" if self.ranks == 1 else f" {self.method}"
         held = f" {self.heads_at_once} KV heads at once" * (self.heads_at_once is not None)
         return f"T={self.shape.tokens} on {self.ranks}{how}{held}"
-
-
-USUAL = NSAConfig()
