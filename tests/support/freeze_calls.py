@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas
 from claim_calls import claims_of, room
 
+from workbook.runs import parameters
 from workbook.runs.store import Run
 
 
@@ -19,7 +20,7 @@ def again(folder: Path) -> dict[str, dict]:
     read = {
         "00": correctness, "01": memory, "02": comparison, "03": step5, "04": throughput,
         "05": tracing, "06": settlement, "07": selfcheck,
-        "08": ab, "09": estimate, "10": soak, "11": decode,
+        "08": ab, "09": estimate, "10": soak, "11": decode, "13": quality,
     }  # fmt: skip
     df = Run(folder).metrics()
     of, calls = claims_of(folder)
@@ -56,6 +57,22 @@ def decode(df, folder, of):
             "memory": here.table.memory(frame),
         },
         "figures": {"latency": here.plots.latency(of, "", True)},
+    }
+
+
+def quality(df, folder, of):
+    """Its rows are a record beside the run, which its parameters name."""
+    here = room("quality", "claims", "plots", "table", "trials")
+    rows = here.trials.read(parameters.read_file(folder / "parameters.yaml")["rows"])
+    claims = {str(n): one for n, one in enumerate(here.claims.all_claims(rows))}
+    return {
+        "tables": {
+            "metrics": df,
+            "overview": here.table.overview(rows),
+            "selected": here.table.selected(rows),
+        },
+        "figures": {"by position": here.plots.by_position(rows, "")},
+        "claims": claims,
     }
 
 
