@@ -20,7 +20,7 @@ def latency(df, *, note: str = ""):
     return _over_tokens(df, "latency", "time of a call (ms)", note)
 
 
-def headline(df):
+def headline(df, *, note: str = ""):
     """Plot the time of forward and backward against T in one panel, for a talk.
 
     The shape with the most lengths, on random queries: NSA's kernels, every other implementation
@@ -41,7 +41,7 @@ def headline(df):
             last = line.sort_values("x_value").iloc[-1]
             colour = LIMIT_LOOKS[backend][0] if backend in LIMIT_LOOKS else looks.look(backend)[0]
             named.append((last["x_value"], last["median"], backend, colour))
-        looks.title(axes, f"Forward and backward of one call, {shape}")
+        looks.title(axes, f"Forward and backward of one call, {shape}", note)
         axes.set(xlabel="T (tokens)", ylabel="time (ms)")
         axes.set_xscale("log", base=2)
         looks.log_axis(axes.yaxis)
