@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from workbook.lab.estimate.composites import Composites
-from workbook.lab.estimate.gpus import Gpu, gpu_named  # noqa: F401 - for those who pretend
+from workbook.lab.estimate.gpus import Gpu
 from workbook.lab.estimate.libraries import stubbed
 
 DEVICE = torch.device("cuda:0")

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from nsa.config import NSAConfig
 from nsa.model.layer import NSAAttention
 from nsa.model.train_config import autocast
-from workbook.lab.measure.attention_inputs import mean_union
 from workbook.lab.observers.attention_stats import (
     distances,
     gate_statistics,
@@ -81,7 +80,7 @@ def described(blocks: Blocks, free: Blocks, config: NSAConfig) -> dict[str, Any]
     unions = {n: union_histogram(blocks, n) for n in NEIGHBOURS if blocks.shape[1] >= n}
     return {
         "union": {str(n): counts for n, counts in unions.items()},
-        "union_mean": {str(n): mean_union(blocks, n) for n in unions},
+        "union_mean": {str(n): _mean(counts) for n, counts in unions.items()},
         "far": {str(2**i): n for i, n in enumerate(far.tolist()) if n},
         "forced": float(distances(blocks, config)[2]),
         "first_anyway": anyway(torch.zeros_like(own)),
@@ -98,3 +97,8 @@ def union_histogram(blocks: Blocks, neighbours: int) -> dict[str, int]:
     distinct = (tile.diff(dim=-1) > 0).sum(-1) + (tile[..., 0] >= 0)
     counts = torch.bincount(distinct.flatten())
     return {str(n): count for n, count in enumerate(counts.tolist()) if count}
+
+
+def _mean(counts: dict[str, int]) -> float:
+    """Mean of the numbers in a histogram {number: tiles}."""
+    return sum(int(n) * count for n, count in counts.items()) / sum(counts.values())

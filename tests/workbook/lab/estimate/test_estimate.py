@@ -7,7 +7,7 @@ import pytest
 from workbook.lab import sequential
 from workbook.lab.estimate import search, trace
 from workbook.lab.estimate.estimate import estimate, largest
-from workbook.lab.estimate.pretend import gpu_named
+from workbook.lab.estimate.gpus import gpu_named
 from workbook.lab.measure.recorders import MIB
 from workbook.lab.training import TrainingSpec
 

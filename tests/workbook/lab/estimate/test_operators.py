@@ -14,8 +14,9 @@ from nsa.attention.backends.sdpa import KERNELS, scaled_dot_product_attention
 from nsa.attention.registry import Declined
 from nsa.model.dense_attention import BACKENDS
 from workbook.lab.estimate import estimate, operators
+from workbook.lab.estimate.gpus import gpu_named
 from workbook.lab.estimate.libraries import Flash
-from workbook.lab.estimate.pretend import DEVICE, gpu_named, pretended
+from workbook.lab.estimate.pretend import DEVICE, pretended
 from workbook.lab.estimate.trace import Tracker, trace
 from workbook.lab.measure.allocations import replay
 from workbook.lab.training import TrainingSpec

@@ -1,4 +1,4 @@
-"""What one rank of several holds is estimated without the others, and is what a real one holds."""
+"""Estimates of the memory of one rank of several, made alone, compared with a real rank."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from nsa.model.llama import LanguageModel
 from whyhung.process.ranks import run_ranks
 from workbook.lab.estimate import reserved
 from workbook.lab.estimate.estimate import COMPILED, estimate
-from workbook.lab.estimate.pretend import gpu_named
+from workbook.lab.estimate.gpus import gpu_named
 from workbook.lab.estimate.steps import SIDE, run_of
 from workbook.lab.estimate.trace import steady, trace
 from workbook.lab.measure.allocations import replay

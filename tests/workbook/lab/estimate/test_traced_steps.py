@@ -1,4 +1,4 @@
-"""What a trace estimates of a CPU against its allocator's events, and its short cuts."""
+"""Estimates traced on a CPU, compared with its allocator's events, and their short cuts."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from nsa.attention import span
 from nsa.attention.backends import gather, packed
 from workbook.lab.estimate import layers, pretend, trace
 from workbook.lab.estimate.estimate import estimate, saved, whole
-from workbook.lab.estimate.pretend import gpu_named
+from workbook.lab.estimate.gpus import gpu_named
 from workbook.lab.measure.allocations import replay
 from workbook.lab.measure.recorders import recorder_for, training_tensors
 from workbook.lab.training import TrainingSpec, open_trainer

@@ -18,7 +18,7 @@ MIXED = [0.3] * 2 + [0.9] * 6 + [0.98] * 6 + [0.999] * 10  # of a model, in this
 
 
 def drawn_histogram(table, seeds):
-    """What queries of the whole sequence select, by the operation's own selection."""
+    """Blocks that queries of the whole sequence select, by the operation's own selection."""
     total = {}
     for seed in range(seeds):
         random = torch.Generator().manual_seed(seed)

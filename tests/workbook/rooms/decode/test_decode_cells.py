@@ -1,4 +1,4 @@
-"""What a step's bytes estimates, and how the child checks a step before it is timed."""
+"""Estimates of a decode step from its bytes, and the check of a step before it is timed."""
 
 from dataclasses import replace
 

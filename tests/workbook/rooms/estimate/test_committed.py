@@ -1,4 +1,4 @@
-"""What is estimated against peaks that committed runs measured on an H200."""
+"""Estimates compared with peaks that committed runs measured on an H200."""
 
 import committed_peaks
 import pytest

@@ -1,4 +1,4 @@
-"""What is estimated and run: the grid, the boundaries, and one real cell of each."""
+"""Cells of an estimate: the grid, the boundaries, and one real cell of each."""
 
 from itertools import pairwise
 
