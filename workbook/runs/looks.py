@@ -17,6 +17,7 @@ LOOKS = {
     "flex": ("#CC79A7", "P"),
     "flash": ("#56B4E9", "X"),
     "triton": ("#000000", "*"),
+    "dense": ("#8C564B", "<"),  # of a training: whatever served it
     "dense-flash": ("#8C564B", "<"),
     "dense-cudnn": ("#4B4B8C", ">"),
     "dense-fa4": ("#6B6B00", "h"),
@@ -53,6 +54,13 @@ STYLE = {
 def look(backend: str) -> tuple[str, str]:
     """Colour and marker of a backend; an unknown name always gets the same of a few others."""
     return LOOKS.get(backend) or OTHERS[sum(map(ord, backend)) % len(OTHERS)]
+
+
+def line(backend: str) -> dict[str, str]:
+    """Arguments of `plot` for a backend's line; dense attention's is dotted."""
+    colour, marker = look(backend)
+    style = ":" if backend.startswith("dense") else "-"
+    return {"color": colour, "marker": marker, "ls": style, "label": backend}
 
 
 def series(number: int) -> tuple[str, str]:

@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from workbook.lab.estimate.gpus import gpu_named
 from workbook.runs import looks, metrics, timeline
 from workbook.runs.looks import GREY
 from workbook.runs.scaling import local_exponents
 
 MIB_PER_GIB = 1024
+CARDS = {"H100": "an H100 of 80 GB", "H200": "an H200 of 141 GB"}
 Line = tuple[Sequence[float], Sequence[float]]  # tokens, MiB
 Curves = Mapping[str, Line | Mapping[str, Line]]
 
@@ -37,8 +39,7 @@ def scaling(
         for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
             for backend, line in looks.backends(frame):
                 good = line[line["median"].notna()]
-                colour, marker = looks.look(backend)
-                look = {"color": colour, "marker": marker, "label": backend, "zorder": 3}
+                look = looks.line(backend) | {"zorder": 3}
                 axes.plot(good["x_value"], good["median"] / scale, **look)
             for label, (tokens, mib) in predicted:
                 look = {"color": looks.look(label)[0], "label": f"predicted: {label}", "lw": 1.1}
@@ -57,6 +58,45 @@ def scaling(
     return fig
 
 
+def headline(df, *, note: str = ""):
+    """Plot the peak of a training step against T in one panel, for a talk.
+
+    The model with the most lengths; each line has its name and value at its end, a failure is a
+    cross, and dashed lines are what 80 GB and 141 GB cards have. Raises ValueError without rows.
+    """
+    models = looks.models(looks.peaks(df, "step"))
+    model = max(models, key=lambda name: models[name]["x_value"].nunique())
+    frame = models[model]
+    frame = frame.assign(median=frame["median"] / MIB_PER_GIB)
+    with looks.figure(1, 4.2) as (fig, (axes,)):
+        fig.set_figwidth(8.4)
+        for name in CARDS:
+            gib = gpu_named(name).total / 2**30
+            axes.axhline(gib, color="#9a9a9a", lw=1.0, ls="--", zorder=0)
+            said = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": GREY}
+            axes.annotate(f"{CARDS[name]}: {gib:.0f} GiB", (0.005, gib), va="bottom", **said)
+        ends = []
+        for backend, line in looks.backends(frame):
+            good = line[line["median"].notna()]
+            style = looks.line(backend)
+            axes.plot(good["x_value"], good["median"], zorder=3, **style)
+            if len(good):
+                ends.append((*good.iloc[-1][["x_value", "median"]], style))
+        axes.set_xscale("log", base=2)
+        looks.log_axis(axes.yaxis)
+        _mark_failures(axes, frame)
+        axes.set(xlabel="T (tokens)", ylabel="peak memory of a step (GiB)")
+        looks.title(axes, f"A training step, {model}, one sequence", note)
+        looks.plain_ticks(axes, frame["x_value"])
+        longest = max((x for x, *_ in ends), default=0)
+        for x, y, style in sorted(ends, key=lambda each: -each[1]):
+            name = f"{style['label']}: {y:.3g} GiB"
+            looks.at_end(axes, x, y, name, style["color"], above=x < longest)
+        for line in axes.lines:
+            line.set_label(f"_{line.get_label()}")  # named at their ends
+    return fig
+
+
 def exponents(df):
     """Plot the exponent between neighbouring T: 1 is linear, 2 is quadratic."""
     models = looks.models(looks.peaks(df, "step"))
@@ -68,9 +108,8 @@ def exponents(df):
                     continue
                 tokens = line["x_value"].to_numpy()
                 found = local_exponents(tokens, line["median"])
-                colour, marker = looks.look(backend)
                 middle = np.sqrt(tokens[1:] * tokens[:-1])
-                axes.plot(middle, found, color=colour, marker=marker, label=backend)
+                axes.plot(middle, found, **looks.line(backend))
             for level, name in ((1, "linear"), (2, "quadratic")):
                 axes.axhline(level, color="#9a9a9a", lw=0.9, ls="--", zorder=0)
                 look = {"ha": "right", "va": "bottom", "fontsize": 8, "color": GREY}

@@ -184,9 +184,8 @@ def kernels(profile: dict, title: str):
 def _style(backend: str) -> dict:
     """Line style; the dense baseline is dotted, whatever serves it."""
     if backend.startswith("dense"):
-        return {"color": "#8C564B", "marker": "<", "ls": ":", "label": f"{backend} twin"}
-    colour, marker = looks.look(backend)
-    return {"color": colour, "marker": marker, "ls": "-", "label": backend}
+        return looks.line("dense") | {"label": f"{backend} twin"}
+    return looks.line(backend)
 
 
 def _by_model(df, metric: str) -> list[tuple]:
