@@ -35,7 +35,7 @@ def scaling(
         wanted.append((f"Peak memory: {model}", frame, predicted, here))
         if squeezed:
             wanted.append(("Beside the case study", frame, [], reported))
-    with looks.figure(len(wanted), 3.9) as (fig, panels):
+    with looks.figure(len(wanted), 3.9, same_y=True, names="at ends") as (fig, panels):
         for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
             for backend, line in looks.backends(frame):
                 good = line[line["median"].notna()]
@@ -68,39 +68,32 @@ def headline(df, *, note: str = ""):
     model = max(models, key=lambda name: models[name]["x_value"].nunique())
     frame = models[model]
     frame = frame.assign(median=frame["median"] / MIB_PER_GIB)
-    with looks.figure(1, 4.2) as (fig, (axes,)):
+    with looks.figure(1, 4.2, names="at ends") as (fig, (axes,)):
         fig.set_figwidth(8.4)
         for name in CARDS:
             gib = gpu_named(name).total / 2**30
             axes.axhline(gib, color="#9a9a9a", lw=1.0, ls="--", zorder=0)
             said = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": GREY}
             axes.annotate(f"{CARDS[name]}: {gib:.0f} GiB", (0.005, gib), va="bottom", **said)
-        ends = []
         for backend, line in looks.backends(frame):
             good = line[line["median"].notna()]
-            style = looks.line(backend)
-            axes.plot(good["x_value"], good["median"], zorder=3, **style)
+            style = looks.line(backend) | {"zorder": 3}
             if len(good):
-                ends.append((*good.iloc[-1][["x_value", "median"]], style))
+                style["label"] += f": {good['median'].iloc[-1]:.3g} GiB"
+                axes.plot(good["x_value"], good["median"], **style)
         axes.set_xscale("log", base=2)
         looks.log_axis(axes.yaxis)
         _mark_failures(axes, frame)
         axes.set(xlabel="T (tokens)", ylabel="peak memory of a step (GiB)")
         looks.title(axes, f"A training step, {model}, one sequence", note)
         looks.plain_ticks(axes, frame["x_value"])
-        longest = max((x for x, *_ in ends), default=0)
-        for x, y, style in sorted(ends, key=lambda each: -each[1]):
-            name = f"{style['label']}: {y:.3g} GiB"
-            looks.at_end(axes, x, y, name, style["color"], above=x < longest)
-        for line in axes.lines:
-            line.set_label(f"_{line.get_label()}")  # named at their ends
     return fig
 
 
 def exponents(df):
     """Plot the exponent between neighbouring T: 1 is linear, 2 is quadratic."""
     models = looks.models(looks.peaks(df, "step"))
-    with looks.figure(len(models), 3.2) as (fig, panels):
+    with looks.figure(len(models), 3.2, same_y=True, names="at ends") as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
             for backend, line in looks.backends(frame):
                 line = line[line["median"].notna()]
@@ -133,7 +126,7 @@ def categories(df, tokens: int | None = None):
     rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
     models = looks.models(rows)
     unit, scale = _unit(df)
-    with looks.figure(len(models), 3.4) as (fig, panels):
+    with looks.figure(len(models), 3.4, same_y=True) as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
             at = tokens if tokens is not None else looks.largest_common(frame)
             frame = frame[frame["x_value"] == at]
@@ -150,10 +143,11 @@ def categories(df, tokens: int | None = None):
                 look = {"color": colour, "label": label}
                 axes.bar(table.index, held, bottom=below, **look)
                 below += held.to_numpy()
-            axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.06 * below.max() or 1))
-            looks.title(axes, f"Peak by category: {model}, T = {at:.0f}")
+            for place, total in enumerate(below):
+                axes.text(place, total, f"{total:.2g}", ha="center", va="bottom", fontsize=8)
+            axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.08 * below.max() or 1))
+            looks.title(axes, f"Peak by category: {model}, T {looks.length(at)}")
             axes.grid(False, axis="x")
-            axes.tick_params(axis="x", rotation=20)
     return fig
 
 
