@@ -10,6 +10,7 @@ from workbook.runs.looks import GREY
 from workbook.runs.scaling import local_exponents
 
 MIB_PER_GIB = 1024
+BESIDE = "Beside the case study"
 CARDS = {"H100": "an H100 of 80 GB", "H200": "an H200 of 141 GB"}
 Line = tuple[Sequence[float], Sequence[float]]  # tokens, MiB
 Curves = Mapping[str, Line | Mapping[str, Line]]
@@ -34,8 +35,9 @@ def scaling(
         here = [] if squeezed else reported
         wanted.append((f"Peak memory: {model}", frame, predicted, here))
         if squeezed:
-            wanted.append(("Beside the case study", frame, [], reported))
-    with looks.figure(len(wanted), 3.9, same_y=True, names="at ends") as (fig, panels):
+            wanted.append((BESIDE, frame, [], reported))
+    alike = not any(title == BESIDE for title, *_ in wanted)
+    with looks.figure(len(wanted), 3.9, same_y=alike, names="at ends") as (fig, panels):
         for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
             for backend, line in looks.backends(frame):
                 good = line[line["median"].notna()]
