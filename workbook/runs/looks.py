@@ -78,7 +78,8 @@ def nothing(text: str):
     """Figure with the reason why there is nothing to draw."""
     with figure(1, 0.8) as (fig, (axes,)):
         axes.set_axis_off()
-        axes.text(0.5, 0.5, text, ha="center", va="center")
+        said = textwrap.fill(text, 72)  # outside the layout, which a long word would leave no room
+        axes.text(0.5, 0.5, said, ha="center", va="center", in_layout=False)
     return fig
 
 
