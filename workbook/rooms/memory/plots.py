@@ -42,7 +42,8 @@ def scaling(
             for backend, line in looks.backends(frame):
                 good = line[line["median"].notna()]
                 look = looks.line(backend) | {"zorder": 3}
-                axes.plot(good["x_value"], good["median"] / scale, **look)
+                if len(good):
+                    axes.plot(good["x_value"], good["median"] / scale, **look)
             for label, (tokens, mib) in predicted:
                 look = {"color": looks.look(label)[0], "label": f"predicted: {label}", "lw": 1.1}
                 axes.plot(tokens, np.asarray(mib, float) / scale, "--", **look)
@@ -146,7 +147,8 @@ def categories(df, tokens: int | None = None):
                 axes.bar(table.index, held, bottom=below, **look)
                 below += held.to_numpy()
             for place, total in enumerate(below):
-                axes.text(place, total, f"{total:.2g}", ha="center", va="bottom", fontsize=8)
+                said = f"{total:.0f}" if total >= 10 else f"{total:.2g}"
+                axes.text(place, total, said, ha="center", va="bottom", fontsize=8)
             axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.08 * below.max() or 1))
             looks.title(axes, f"Peak by category: {model}, T {looks.length(at)}")
             axes.grid(False, axis="x")
