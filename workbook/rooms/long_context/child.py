@@ -5,6 +5,8 @@ import json
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from nsa.parallel.mesh import ContextParallel
 from whyhung.process.child import is_out_of_memory
 from workbook.lab.measure.attention_inputs import Drawn, draw
 from workbook.lab.measure.kernels import activities_of, device_work, gaps
+from workbook.lab.measure.recorders import MIB
 from workbook.lab.measure.shapes import Shape
 from workbook.lab.measure.timing import extra_memory, gradients, mark, seconds_between, wait
 from workbook.rooms.long_context.cells import Cell
@@ -33,20 +36,21 @@ MOST = 2.0**-7  # of the largest number: two units in the last place of bf16
 def measure_rank(spec: dict) -> dict:
     """Measure {"cells": [Cell.to_dict()], "device", "backend", "equal_up_to": T, "file"}.
 
-    Returns {"rows"}, a row a cell, see `Subject.measure`; rank 0 also appends each to `file` at
-    once. A cell of fewer ranks than the launch has runs on every group of so many, and has the
-    slowest group's time and the largest memory. Up to `equal_up_to` tokens every rank also computes
-    the whole sequence alone, and compares.
+    Returns {"rows"}, a row a cell, see `Subject.measure` and `about`; rank 0 also appends each to
+    `file` at once. A cell of fewer ranks than the launch has runs on every group of so many, and
+    has the slowest group's time and the largest memory. Up to `equal_up_to` tokens every rank also
+    computes the whole sequence alone, and compares.
     """
     place = parallel.start("ddp", device=spec["device"])
     try:
         device, rows = torch.device(place.device), []
         if device.type == "cpu":
             torch.set_num_threads(1)
+        known = about(device)
         for values in spec["cells"]:
             cell = Cell.from_dict(values)
             row = Subject(cell, device, spec["backend"]).measure(spec["equal_up_to"])
-            rows.append({"cell": values} | row)
+            rows.append({"cell": values} | row | known)
             if place.rank == 0 and spec.get("file"):
                 with Path(spec["file"]).open("a", encoding="utf-8") as file:
                     print(json.dumps(rows[-1]), file=file, flush=True)
@@ -73,9 +77,10 @@ class Subject:
 
         outcome: "ok", "oom" or "error", with `message`. ms: {"forward", "backward"} from idle to
         idle, the median of calls, of the slowest rank each. memory_mib: peaks beyond inputs and
-        outputs. difference: {name: largest difference from one rank's result over the largest
-        value}. sending: {"sent_ms", "alone_ms", "step_ms"} of a profiled forward and backward on a
-        GPU: collectives, those of them while nothing else ran, and all.
+        outputs. allocated_mib, on a GPU: {"forward", "both"}, peaks of all tensors, in a forward
+        alone and with the backward. difference: {name: largest difference from one rank's result
+        over the largest value}. sending: {"sent_ms", "alone_ms", "step_ms"} of a profiled forward
+        and backward on a GPU: collectives, those of them while nothing else ran, and all.
         """
         row: dict[str, Any] = {"outcome": "ok", "message": ""}
         try:
@@ -148,6 +153,7 @@ class Subject:
             held: list[Tensor] = []
             forward.append(self._once(lambda: held.append(self._call(drawn))))  # noqa: B023
             backward.append(self._once(lambda: gradients(held.pop(), leaves, do)))  # noqa: B023
+        base = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         memory = extra_memory(lambda: self._call(drawn), leaves, do, True)
         mib = {"forward": memory.forward, "backward": memory.backward}
         row = {"ms": {"forward": statistics.median(forward)}}
@@ -155,6 +161,9 @@ class Subject:
         row["each_ms"] = {"forward": forward, "backward": backward}
         row["memory_mib"] = self._merged(mib, max)
         if self.device.type == "cuda":
+            ahead = base / MIB + memory.forward + do.nbytes / MIB  # o is as large as its gradient
+            back = ahead - memory.forward + memory.backward + sum(x.nbytes for x in leaves) / MIB
+            row["allocated_mib"] = self._merged({"forward": ahead, "both": max(ahead, back)}, max)
             row["sending"] = self._sending(lambda: gradients(self._call(drawn), leaves, do))
         return row
 
@@ -189,6 +198,13 @@ class Subject:
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, dict(values))
         return {name: how(each[name] for each in every) for name in values}
+
+
+def about(device: torch.device) -> dict[str, str | None]:
+    """Names of the device, and versions of torch and of Triton, None without it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    triton = version("triton") if find_spec("triton") else None
+    return {"device": name, "torch": torch.__version__, "triton": triton}
 
 
 def mapped(drawn: Drawn, how: Callable[[Tensor], Tensor]) -> Drawn:
