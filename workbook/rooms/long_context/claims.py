@@ -15,19 +15,24 @@ Rows = Sequence[dict[str, Any]]
 EXACT = 1e-12  # of the largest value, in fp64
 CLOSE, ROWS = 2.0**-6, 0.001  # of the largest value in 16 bits, given one selection; of queries
 FOR = "H100s"  # that the aims are stated for
-# (T, ranks): least efficiency of the faster method.
-EFFICIENCY = {(2**17, 2): 0.95, (2**17, 4): 0.90, (2**19, 2): 0.96, (2**19, 4): 0.93}
-MILLION = (2**20, 4), {"forward": 950.0, "backward": 1950.0}  # ms at most
+# Of the faster method, at T on so many ranks: the least efficiency, or the most ms of a pass.
+AIMS = (
+    ("efficiency", 2**17, 2, 0.95),
+    ("efficiency", 2**17, 4, 0.90),
+    ("efficiency", 2**19, 2, 0.96),
+    ("efficiency", 2**19, 4, 0.93),
+    ("forward", 2**20, 4, 950.0),
+    ("backward", 2**20, 4, 1950.0),
+)
 WITHIN = 5.0  # % of the estimate
 NO_GPU = "times and memory of a CPU say nothing about a GPU's"
-OTHER_SHAPE = "aims are for HQ 64, HKV 4, D 128 in bf16"
+OTHER_SHAPE = "another shape than HQ 64, HKV 4, D 128 in bf16"
 
 
 def all_claims(rows: Rows) -> list[Claim]:
     """Every claim, in the order of the notebook."""
     found = [equals_one_rank(rows), nothing_broke(rows)]
-    found += [is_efficient(rows, *at) for at in EFFICIENCY]
-    found += [is_fast_enough(rows, name) for name in MILLION[1]]
+    found += [reaches(rows, *aim) for aim in AIMS]
     return [*found, holds_what_was_estimated(rows)]
 
 
@@ -79,38 +84,28 @@ def nothing_broke(rows: Rows) -> Claim:
     return Claim(sentence, verdict_of(not broke), ended).over(lost)
 
 
-def is_efficient(rows: Rows, tokens: int, ranks: int) -> Claim:
-    """Claim that the faster method's efficiency reaches the aim at that T, on so many ranks."""
-    least, where = EFFICIENCY[tokens, ranks], f"at {table.length(tokens)} {ranks} ranks"
-    sentence = f"{where} have an efficiency of at least {100 * least:.0f} %"
-    aimed = [row for row in rows if _is_of_aims(row, tokens)]
-    if why := _why_not(rows, aimed):
-        return Claim.not_here(sentence, why)
-    found = table.frame(aimed)["efficiency"].dropna()
-    found = found[found.index.get_level_values("ranks") == ranks].droplevel(["T", "ranks"])
-    if not len(found):
-        return Claim.not_here(sentence, f"this run lacks that cell or T={tokens} on one rank")
-    sentence = f"{where} have an efficiency of {100 * found.max():.1f} % by {found.idxmax()}, "
-    sentence += f"at least {100 * least:.0f} %, {_on(aimed)}"
-    return Claim(sentence, aim_of(found.max() >= least), found.round(4).to_dict())
+def reaches(rows: Rows, name: str, tokens: int, ranks: int, bound: float) -> Claim:
+    """Claim that the method whose passes together are faster reaches one of AIMS."""
+    share = name == "efficiency"
+    side = "at least" if share else "at most"
 
+    def told(x: float) -> str:
+        return f"{100 * x:.1f} %" if share else f"{x:.0f} ms"
 
-def is_fast_enough(rows: Rows, name: str) -> Claim:
-    """Claim that a pass over a million tokens on four ranks takes at most the aim's ms, by the
-    method whose two passes are faster."""
-    (tokens, ranks), most = MILLION[0], MILLION[1][name]
-    where = f"at {table.length(tokens)} on {ranks} ranks the {name} takes"
+    what, aim = f"at {table.length(tokens)} on {ranks} ranks the {name} is", f"{side} {told(bound)}"
     aimed = [row for row in rows if _is_of_aims(row, tokens)]
-    if why := _why_not(rows, aimed):
-        return Claim.not_here(f"{where} at most {most:.0f} ms", why)
-    found = table.frame(aimed).dropna(subset="both")
+    if not on_gpu(rows):
+        return Claim.not_here(f"{what} {aim}", NO_GPU)
+    found = table.frame(aimed).dropna(subset=name)
     found = found[found.index.get_level_values("ranks") == ranks].droplevel(["T", "ranks"])
-    if not len(found):
-        return Claim.not_here(f"{where} at most {most:.0f} ms", "this run lacks that cell")
+    if found.empty:
+        lacks = "one rank at that T" if share else "that cell"
+        return Claim.not_here(f"{what} {aim}", f"this run lacks {lacks}, or it is of {OTHER_SHAPE}")
     method = found["both"].idxmin()
-    ms = float(found.loc[method, name])
-    sentence = f"{where} {ms:.0f} ms by {method}, at most {most:.0f} ms, {_on(aimed)}"
-    return Claim(sentence, aim_of(ms <= most), found[name].round(1).to_dict())
+    value = float(found.loc[method, name])
+    sentence = f"{what} {told(value)} by {method}, {aim}, on {note(aimed)}; the aim is for {FOR}"
+    holds = value >= bound if share else value <= bound
+    return Claim(sentence, aim_of(holds), found[name].to_dict())
 
 
 def holds_what_was_estimated(rows: Rows) -> Claim:
@@ -132,13 +127,3 @@ def _is_of_aims(row: dict[str, Any], tokens: int) -> bool:
     shape = Cell.from_dict(row["cell"]).shape
     aimed = Shape(tokens, config=NSAConfig(), queries=shape.queries, seed=shape.seed)
     return shape == aimed and device_of(row) != "cpu"
-
-
-def _why_not(rows: Rows, aimed: Rows) -> str:
-    if not on_gpu(rows):
-        return NO_GPU
-    return "" if aimed else f"this run lacks that length, or is of another shape: {OTHER_SHAPE}"
-
-
-def _on(rows: Rows) -> str:
-    return f"on {note(rows)}; the aim is for {FOR}"

@@ -8,7 +8,6 @@ import numpy as np
 import pandas
 
 from nsa.blocks import compressed_span, count_compressed
-from nsa.parallel.layout import layout_of
 from workbook.rooms.long_context.cells import Cell, estimate_mib
 
 Rows = Sequence[dict[str, Any]]
@@ -102,20 +101,10 @@ def notes(rows: Rows) -> pandas.DataFrame:
 def busiest(cell: Cell, neighbours: bool = False) -> float:
     """Pairs of a query and a compressed key on the rank that has most, over the mean of ranks; for
     head and tail chunks, or for `neighbours`, as many tokens in a row."""
-    config, tokens = cell.shape.config, cell.shape.tokens
-    ended = compressed_span(config).ended
-    chunk = layout_of(tokens, cell.ranks).chunk
-
-    def pairs(number: int) -> int:
-        at = np.arange(number * chunk, (number + 1) * chunk)
-        return int(np.maximum(0, ended(at)).sum())
-
-    every = [pairs(number) for number in range(2 * cell.ranks)]
-    rank = range(cell.ranks)
-    sums = [every[r] + every[-1 - r] for r in rank]
-    if neighbours:
-        sums = [every[2 * r] + every[2 * r + 1] for r in rank]
-    return max(sums) / (sum(sums) / cell.ranks)
+    seen = np.maximum(0, compressed_span(cell.shape.config).ended(np.arange(cell.shape.tokens)))
+    parts = seen.reshape(2 * cell.ranks, -1).sum(1)
+    ranks = parts.reshape(-1, 2).sum(1) if neighbours else (parts + parts[::-1])[: cell.ranks]
+    return float(ranks.max() / ranks.mean())
 
 
 def facts(cells: Sequence[Cell]) -> list[str]:
