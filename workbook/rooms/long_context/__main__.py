@@ -16,9 +16,7 @@ from typing import Any
 from nsa.parallel.mesh import METHODS
 from whyhung.process.ranks import run_ranks
 from workbook.lab.measure.shapes import Shape, count
-from workbook.rooms.long_context.cells import Cell, cells_of
-
-ENTRY = "workbook.rooms.long_context.child:measure_rank"
+from workbook.rooms.long_context.cells import ENTRY, Cell, cells_of
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,8 +1,9 @@
 """Cells of the long-context notebook: a shape, the ranks that share it, the bytes they send, and
 those that one of them holds."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from nsa.parallel.mesh import METHODS
 from nsa.spelling import choice
 from workbook.lab.measure.shapes import Shape
 
+ENTRY = "workbook.rooms.long_context.child:measure_rank"  # of each rank
 WIDE = 4  # bytes of a gradient that ranks add, and of a statistic of a query and head
 TASK = 512, 1024  # tokens that the kernels sum at a time for a selected block, by `inverse`
 
@@ -141,6 +143,14 @@ def rank_bytes(cell: Cell) -> dict[str, int]:
     seen = (whole + compressed) * (2 * cell.ranks + 1) // (2 * cell.ranks)  # by head and tail
     adding = seen + 4 * whole // size * WIDE - whole // cell.ranks
     return {"forward": forward, "backward": max(held + _during(chunk, shape) - outputs, adding)}
+
+
+def estimate_mib(row: Mapping[str, Any]) -> dict[str, float]:
+    """`rank_bytes` of a row's cell in MiB; empty unless it was measured on a GPU."""
+    if "sending" not in row or row["cell"]["shape"]["batch"] > 1:
+        return {}
+    found = rank_bytes(Cell.from_dict(row["cell"]))
+    return {name: held / 2**20 for name, held in found.items()}
 
 
 def _keys_and_values(shape: Shape) -> int:

@@ -2,8 +2,9 @@
 
 import gc
 import json
+import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -85,7 +86,7 @@ class Subject:
         row: dict[str, Any] = {"outcome": "ok", "message": ""}
         try:
             if self.cell.ranks > 1 and self.cell.shape.tokens <= equal_up_to:
-                row["difference"] = self._merged(self._difference(), max)
+                row["difference"] = self._merged(self._difference(), largest)
             row |= self._timed(self._own())
         except Exception as error:
             ended = "oom" if is_out_of_memory(error) else "error"
@@ -138,7 +139,7 @@ class Subject:
             with torch.no_grad():
                 o = nsa_attention(*given, **options)
                 apart = (self._call(mine) - layout.shard(o, self.context.rank)).abs().amax(-1)
-                differ["rows"] = float((apart > MOST * o.abs().max()).double().mean())
+                differ["rows"] = float((~(apart <= MOST * o.abs().max())).double().mean())
         return differ
 
     def _timed(self, drawn: Drawn) -> dict[str, Any]:
@@ -239,7 +240,13 @@ def some_blocks(shape: Shape, device: torch.device) -> Tensor:
     return blocks.masked_fill(blocks == none, -1)
 
 
-def furthest(x: Tensor, y: Tensor, largest: float) -> float:
-    """Largest difference of [B, T, ...] relative to `largest`, some rows at a time."""
+def largest(values: Iterable[float]) -> float:
+    """Largest value, NaN if one is: Python's own `max` may lose it."""
+    values = list(values)
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def furthest(x: Tensor, y: Tensor, of: float) -> float:
+    """Largest difference of [B, T, ...] relative to `of`, some rows at a time."""
     pairs = zip(x.split(COMPARED, 1), y.split(COMPARED, 1), strict=True)
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs) / (largest or 1.0)
+    return largest(float((a.double() - b.double()).abs().max()) for a, b in pairs) / (of or 1.0)
