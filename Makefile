@@ -63,6 +63,8 @@ $(READY): pyproject.toml setup.py constraints.txt
 	@touch $@
 
 run: $(READY)
+	@echo "the notebook $(NOTEBOOK) is executed into runs/; each case is measured in a process of its own:"
+	@echo "the bar counts them and says how long the rest will take, once the first is measured"
 	@$(BIN)/nsa run $(NOTEBOOK)
 
 site: $(READY)
