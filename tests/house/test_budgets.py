@@ -21,12 +21,12 @@ LINES = {
     "nsa/recipes": (328, 330),
     "nsa": (19990, 15500),
     "workbook/lab": (13425, 6500),
-    "workbook/runs": (7030, 4700),
-    "workbook/rooms": (19815, 9500),
+    "workbook/runs": (7003, 4700),
+    "workbook/rooms": (19318, 9500),
     "workbook/cli": (1914, 1150),
-    "workbook": (42215, 25000),
+    "workbook": (41691, 25000),
     "whyhung": (12475, 8500),
-    "tests": (65153, 34000),
+    "tests": (64999, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own

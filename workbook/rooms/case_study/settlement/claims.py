@@ -16,7 +16,6 @@ numbers gives INCONCLUSIVE, and the verdict of a side that has others as well na
 """
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -251,11 +250,6 @@ def all_claims(settled: Sequence[Settled]) -> list[Claim]:
         )
         for one in settled
     ]
-
-
-def subject(sentence: str) -> str:
-    """Row of a claim, whatever its verdict; "" for the claim on all rows."""
-    return found[0] if (found := re.match(r"[A-Z]\d+(?= )", sentence)) else ""
 
 
 def fewer_undecided_than(settled: Sequence[Settled], most: int) -> Claim:

@@ -1,7 +1,8 @@
 """Figures of the settlement: two tables re-read, and an overview of the verdicts."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,8 +47,11 @@ def memory():
     return fig
 
 
-def microseconds():
-    """Plot seconds of every known step against its operations, with their common constant."""
+def microseconds(here: Sequence[Mapping[str, Any]] = ()):
+    """Plot seconds of every known step against its operations, with their common constant.
+
+    here: rows of loop.measure.operations, of which the first is drawn as the rebuilt loop.
+    """
     counts = [t.operations for t in ALL_TIMINGS]
     each = [t.microseconds for t in ALL_TIMINGS]
     ends = np.array([min(counts) / 1.6, max(counts) * 1.6])
@@ -63,6 +67,10 @@ def microseconds():
         for gpu, (marker, colour) in looks_of.items():
             mine = [(t.operations, t.seconds) for t in ALL_TIMINGS if t.gpu == gpu]
             axes.plot(*zip(*mine, strict=True), marker, ms=7, color=colour, label=gpu)
+        for row in here[:1]:
+            look = {"ms": 12, "color": "#E69F00", "mec": "black", "mew": 0.5}
+            label = "the rebuilt loop, here"
+            axes.plot(row["operations"], row["seconds"], "*", label=label, **look)
         for limit, name in ((30, "30 s limit"), (60, "60 s limit"), (180, "watchdog, 180 s")):
             axes.axhline(limit, color=GREY, lw=0.8, ls="--")
             axes.annotate(name, (ends[0], limit), va="bottom", fontsize=7.5, color="#555555")
