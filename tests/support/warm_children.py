@@ -251,10 +251,12 @@ def serve(fd: int) -> Callable[[], object]:
     """Serves until nobody can ask any more; returns in each child, with what it is to run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us gets Ctrl-C, and ends us
     shown_as.places()
-    sys.path[:] = [p for p in sys.path if p not in (HERE, "")]
+    # First these files: entry points load this package, and another copy of it may be installed.
+    sys.path[:] = [ROOT, *(p for p in sys.path if p not in (HERE, ""))]
     for name in LOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    del sys.path[0]
     connection = socket.socket(fileno=fd)
     connection.sendall(b".")
     return _serve(connection, list(sys.path))
