@@ -48,7 +48,8 @@ LOADED = (
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
 STARTERS = "nsa", "workbook", "whyhung", "whyhung.process.launch", "whyhung.process.family"
 STARTING_ENTRY = "whyhung.process.ranks:launch"
-RANKS = "torch.distributed.run"  # it and its ranks are executed: a forked rank once did not end
+# As ranks it and their torchrun are executed: a forked rank once did not end.
+RANKS = "whyhung.process.child"
 SCRIPTS = ("rank_entries.py",)  # of this folder, started without torchrun
 NOT_SERVED = ("workbook.runs.batch.child",)  # it outlives who started it, and is ended by others
 # Variables that are read as an interpreter starts or a library loads: the server's are the child's.

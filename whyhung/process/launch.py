@@ -1,9 +1,10 @@
 """Ranks of one host under torchrun, and the files in which each reports its state.
 
-`python -m whyhung.process.launch RANKS PORT FOLDER MODULE ARG...` is torchrun as a function. It
-runs `python -m MODULE ARG...` as RANKS processes of this host and writes to FOLDER exits.json, the
-exit codes of those that failed. PORT 0 finds a free one. torchrun's own messages go to
-FOLDER/torchrun.log; the ranks keep this process's standard output and error.
+`python -m whyhung.process.launch RANKS PORT FOLDER REDIRECTS MODULE ARG...` is torchrun as a
+function. It runs `python -m MODULE ARG...` as RANKS processes of this host and writes to FOLDER
+exits.json: {"codes": exit codes by rank of those that failed, "first": the first of them}. PORT 0
+finds a free one. torchrun's own messages go to FOLDER/torchrun.log. REDIRECTS 3 puts the ranks'
+output below FOLDER/logs, 0 leaves them this process's standard output and error.
 
 A rank writes rank<r>.json: {"rank", "pid", "state", "time"}, and after a failure its message and
 traceback; and rank<r>.log, its output and errors. A rank whose state is "running" and whose process
@@ -53,7 +54,7 @@ def launch(
     child = subprocess.Popen(
         [
             *(sys.executable, "-m", "whyhung.process.launch"),
-            *(str(ranks), str(port or 0), str(folder), module, *arguments),
+            *(str(ranks), str(port or 0), str(folder), "0", module, *arguments),
         ],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches this process, which passes it on
@@ -71,7 +72,7 @@ def launch(
         child.wait()
     if good:
         return None
-    return {int(rank): code for rank, code in read(Path(folder, "exits.json"), {}).items()}
+    return exits(folder)[0]
 
 
 def check_port(port: int) -> None:
@@ -89,34 +90,36 @@ def check_port(port: int) -> None:
             ) from None
 
 
-def main(ranks: int, port: int, folder: str, module: str, *arguments: str) -> int:
+def exits(folder: Path) -> tuple[dict[int, int], int | None]:
+    """Return (exit codes of ranks that torchrun saw fail, by rank; the first of them, if known)."""
+    found = read(Path(folder, "exits.json"), {})
+    return {int(rank): code for rank, code in found.get("codes", {}).items()}, found.get("first")
+
+
+def main(ranks: str, port: str, folder: str, redirects: str, module: str, *arguments: str) -> int:
     """Run the ranks under torchrun; return 0 if every rank succeeded, else 1."""
     family.die_with_parent()
     # before torch creates its log handlers
     sys.stderr = open(Path(folder, "torchrun.log"), "w", buffering=1)  # noqa: SIM115
+    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="static" if port else "c10d",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs={"rank": 0} if port else {"is_host": True},
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        local_addr="127.0.0.1",
-    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(ranks))))
+    free = port == "0"
+    rendezvous = ("c10d", "is_host=True") if free else ("static", "rank=0")
+    # An address of our own rather than the host's name, which need not resolve.
+    told = ["--nproc-per-node", ranks, "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
+    told += ["--rdzv-backend", rendezvous[0], "--rdzv-conf", rendezvous[1]]
+    told += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", uuid.uuid4().hex]
+    if redirects != "0":
+        told += ["--log-dir", str(Path(folder, "logs")), "--redirects", redirects]
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        run.run(run.parse_args([*told, "-m", module, *arguments]))
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        put(Path(folder, "exits.json"), codes)
+        put(Path(folder, "exits.json"), {"codes": codes, "first": error.get_first_failure()[0]})
+        print(error, file=sys.stderr)
         return 1
     except SignalException:
         return 1
@@ -324,5 +327,4 @@ def _lives(pid: int | None) -> bool:
 
 
 if __name__ == "__main__":
-    ranks, port, *rest = sys.argv[1:]
-    sys.exit(main(int(ranks), int(port), *rest))
+    sys.exit(main(*sys.argv[1:]))

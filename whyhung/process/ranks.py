@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from whyhung.process import child, family, trial
+from whyhung.process.launch import exits
 
 _STACK_S = 1.0
 _MARGIN_S = 5.0  # between the moment when stacks are taken and the end of the launch
 _TAIL = 4000
-_FAILURE = re.compile(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)")
 
 
 def run_ranks(
@@ -50,7 +49,13 @@ def run_ranks(
     trial.check_entry(entry)
     folder = Path(folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in ("rank-*.json", "place-*.json", "stacks-*.txt", "logs/*/*/*/*.log"):
+    for pattern in (
+        "exits.json",
+        "rank-*.json",
+        "place-*.json",
+        "stacks-*.txt",
+        "logs/*/*/*/*.log",
+    ):
         for left in folder.glob(pattern):
             left.unlink()
     given = {"entry": entry, "spec": spec, "ranks": ranks, "folder": str(folder)}
@@ -84,20 +89,15 @@ def launch(spec: dict) -> dict:
     spec_file = folder / "ranks.json"
     spec_file.write_text(json.dumps(spec["spec"], indent=1), encoding="utf-8")
     command = [
-        *(sys.executable, "-m", "whyhung.process.family", "torch.distributed.run"),
-        *("--nproc-per-node", str(spec["ranks"])),
-        # An address of our own rather than the host's name, which need not resolve.
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
-        *("--log-dir", str(folder / "logs"), "--redirects", "3"),
-        *("-m", "whyhung.process.child", spec["entry"], str(spec_file), str(folder)),
+        *(sys.executable, "-m", "whyhung.process.launch", str(spec["ranks"]), "0", str(folder)),
+        *("3", "whyhung.process.child", spec["entry"], str(spec_file), str(folder)),
     ]
     end = time.monotonic() + spec["deadline_s"]
-    with open(folder / "torchrun.txt", "wb") as out:
-        paths = os.pathsep.join(filter(None, sys.path))  # ranks find the modules that we find
-        env = {**os.environ, "PYTHONPATH": paths, family.PARENT: str(os.getpid())}
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
+    paths = os.pathsep.join(filter(None, sys.path))  # ranks find the modules that we find
+    env = {**os.environ, "PYTHONPATH": paths, family.PARENT: str(os.getpid())}
+    process = subprocess.Popen(command, env=env)
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
     late = process.poll() is None
     ended = time.time()
     if late:
@@ -107,8 +107,9 @@ def launch(spec: dict) -> dict:
             except (OSError, ValueError):
                 continue  # it has just ended
         time.sleep(_STACK_S)
-    text = (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace")
-    return {"late": ended if late else None, "stderr": text[-4 * _TAIL :]}
+    log = folder / "torchrun.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    return {"late": ended if late else None, "stderr": text[-_TAIL:]}
 
 
 def _rows(
@@ -117,9 +118,9 @@ def _rows(
     said = launched.result or {"late": None, "stderr": launched.evidence}
     if launched.status == "timeout":
         said["late"] = cut or time.time()
-    codes = {int(rank): int(code) for rank, code in _FAILURE.findall(said["stderr"])}
+    codes, named = exits(folder)
     rows = [_row(rank, said, codes.get(rank), launched, folder) for rank in range(ranks)]
-    first = _first(rows, said["stderr"])
+    first = _first(rows, named)
     for row in rows:
         row["first"] = row["rank"] == first
         row["seconds"] = launched.seconds
@@ -145,7 +146,7 @@ def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folde
         stacks = folder / f"stacks-{rank}.txt"
         evidence = stacks.read_text(errors="replace") if stacks.is_file() else ""
     else:
-        evidence = _tail(rank, folder) or said["stderr"][-_TAIL:] or launched.message
+        evidence = _tail(rank, folder) or said["stderr"] or launched.message
         if code == -signal.SIGTERM:
             status, message = "ended", f"ended because another rank had failed, at: {place}"
         elif code is not None and code < 0:
@@ -156,14 +157,13 @@ def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folde
     return row | {"status": status, "message": message, "evidence": evidence}
 
 
-def _first(rows: list[dict], stderr: str) -> int | None:
+def _first(rows: list[dict], named: int | None) -> int | None:
     """Return the rank at fault: one ended by a signal, else one that raised, else one that exited.
 
     Ranks that lost their connection to it, or waited for it, are only witnesses. None if all that
-    failed are, and another had returned or was ended before it could report anything.
+    failed are, and another had returned or was ended before it could report anything. named: the
+    first by torchrun.
     """
-    cause = _FAILURE.search(stderr, max(0, stderr.find("Root Cause")))
-    named = int(cause[1]) if cause else None
     witnesses = [row["rank"] for row in rows if is_witness(row)]
     own = [row for row in rows if row["rank"] not in witnesses]
     crashed = [row["rank"] for row in own if row["status"] == "crash"]
