@@ -46,7 +46,7 @@ LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.utils.data",
 )  # fmt: skip
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
-STARTERS = "nsa", "workbook", "whyhung", "whyhung.process.launch", "whyhung.process.family"
+STARTERS = "nsa", "workbook", "whyhung", "whyhung.process.ranks", "whyhung.process.family"
 STARTING_ENTRY = "whyhung.process.ranks:launch"
 # As ranks it and their torchrun are executed: a forked rank once did not end.
 RANKS = "whyhung.process.child"

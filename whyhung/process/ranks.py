@@ -1,4 +1,11 @@
-"""Run one function on several ranks of one host under torchrun, and report how each ended."""
+"""Run one function on several ranks of one host under torchrun, and report how each ended.
+
+`python -m whyhung.process.ranks RANKS PORT FOLDER REDIRECTS MODULE ARG...` is torchrun as a
+function. It runs `python -m MODULE ARG...` as RANKS processes of this host and writes to FOLDER
+exits.json: {"codes": exit codes by rank of those that failed, "first": the first of them}. PORT 0
+finds a free one. torchrun's own messages go to FOLDER/torchrun.log. REDIRECTS 3 puts the ranks'
+output below FOLDER/logs, 0 leaves them this process's standard output and error.
+"""
 
 import json
 import math
@@ -8,11 +15,11 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from whyhung.process import child, family, trial
-from whyhung.process.launch import exits
 
 _STACK_S = 1.0
 _MARGIN_S = 5.0  # between the moment when stacks are taken and the end of the launch
@@ -89,7 +96,7 @@ def launch(spec: dict) -> dict:
     spec_file = folder / "ranks.json"
     spec_file.write_text(json.dumps(spec["spec"], indent=1), encoding="utf-8")
     command = [
-        *(sys.executable, "-m", "whyhung.process.launch", str(spec["ranks"]), "0", str(folder)),
+        *(sys.executable, "-m", "whyhung.process.ranks", str(spec["ranks"]), "0", str(folder)),
         *("3", "whyhung.process.child", spec["entry"], str(spec_file), str(folder)),
     ]
     end = time.monotonic() + spec["deadline_s"]
@@ -110,6 +117,44 @@ def launch(spec: dict) -> dict:
     log = folder / "torchrun.log"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     return {"late": ended if late else None, "stderr": text[-_TAIL:]}
+
+
+def exits(folder: Path) -> tuple[dict[int, int], int | None]:
+    """Return (exit codes of ranks that torchrun saw fail, by rank; the first of them, if known)."""
+    found = child.read(Path(folder, "exits.json"), {})
+    return {int(rank): code for rank, code in found.get("codes", {}).items()}, found.get("first")
+
+
+def main(ranks: str, port: str, folder: str, redirects: str, module: str, *arguments: str) -> int:
+    """Run the ranks under torchrun; return 0 if every rank succeeded, else 1."""
+    family.die_with_parent()
+    # before torch creates its log handlers
+    sys.stderr = open(Path(folder, "torchrun.log"), "w", buffering=1)  # noqa: SIM115
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(ranks))))
+    free = port == "0"
+    rendezvous = ("c10d", "is_host=True") if free else ("static", "rank=0")
+    # An address of our own rather than the host's name, which need not resolve.
+    told = ["--nproc-per-node", ranks, "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
+    told += ["--rdzv-backend", rendezvous[0], "--rdzv-conf", rendezvous[1]]
+    told += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", uuid.uuid4().hex]
+    if redirects != "0":
+        told += ["--log-dir", str(Path(folder, "logs")), "--redirects", redirects]
+    try:
+        run.run(run.parse_args([*told, "-m", module, *arguments]))
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        child.put(
+            Path(folder, "exits.json"), {"codes": codes, "first": error.get_first_failure()[0]}
+        )
+        print(error, file=sys.stderr)
+        return 1
+    except SignalException:
+        return 1
+    return 0
 
 
 def _rows(
@@ -193,3 +238,7 @@ def is_witness(row: dict) -> bool:
 def _tail(rank: int, folder: Path) -> str:
     logs = sorted(folder.glob(f"logs/*/*/{rank}/stderr.log"))
     return logs[-1].read_text(encoding="utf-8", errors="replace")[-_TAIL:] if logs else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

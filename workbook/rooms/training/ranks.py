@@ -1,10 +1,4 @@
-"""Ranks of one host under torchrun, and the files in which each reports its state.
-
-`python -m whyhung.process.launch RANKS PORT FOLDER REDIRECTS MODULE ARG...` is torchrun as a
-function. It runs `python -m MODULE ARG...` as RANKS processes of this host and writes to FOLDER
-exits.json: {"codes": exit codes by rank of those that failed, "first": the first of them}. PORT 0
-finds a free one. torchrun's own messages go to FOLDER/torchrun.log. REDIRECTS 3 puts the ranks'
-output below FOLDER/logs, 0 leaves them this process's standard output and error.
+"""Ranks of a training under torchrun: the launch, and the files in which each reports its state.
 
 A rank writes rank<r>.json: {"rank", "pid", "state", "time"}, and after a failure its message and
 traceback; and rank<r>.log, its output and errors. A rank whose state is "running" and whose process
@@ -21,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +22,7 @@ from pathlib import Path
 
 from whyhung.process import family
 from whyhung.process.child import lost_another, put, read
+from whyhung.process.ranks import exits
 
 ENDING_S = 8.0  # for ranks to end by themselves after Ctrl-C
 STUCK_S = 5.0  # for a rank to end after Ctrl-C, which a collective never checks for
@@ -53,7 +47,7 @@ def launch(
     (Path(folder) / "exits.json").unlink(missing_ok=True)
     child = subprocess.Popen(
         [
-            *(sys.executable, "-m", "whyhung.process.launch"),
+            *(sys.executable, "-m", "whyhung.process.ranks"),
             *(str(ranks), str(port or 0), str(folder), "0", module, *arguments),
         ],
         stdin=subprocess.DEVNULL,
@@ -88,42 +82,6 @@ def check_port(port: int) -> None:
                 f"port {port} is in use ({error.strerror}); another one would do, or none: "
                 "without --port a free one is found"
             ) from None
-
-
-def exits(folder: Path) -> tuple[dict[int, int], int | None]:
-    """Return (exit codes of ranks that torchrun saw fail, by rank; the first of them, if known)."""
-    found = read(Path(folder, "exits.json"), {})
-    return {int(rank): code for rank, code in found.get("codes", {}).items()}, found.get("first")
-
-
-def main(ranks: str, port: str, folder: str, redirects: str, module: str, *arguments: str) -> int:
-    """Run the ranks under torchrun; return 0 if every rank succeeded, else 1."""
-    family.die_with_parent()
-    # before torch creates its log handlers
-    sys.stderr = open(Path(folder, "torchrun.log"), "w", buffering=1)  # noqa: SIM115
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(ranks))))
-    free = port == "0"
-    rendezvous = ("c10d", "is_host=True") if free else ("static", "rank=0")
-    # An address of our own rather than the host's name, which need not resolve.
-    told = ["--nproc-per-node", ranks, "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
-    told += ["--rdzv-backend", rendezvous[0], "--rdzv-conf", rendezvous[1]]
-    told += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", uuid.uuid4().hex]
-    if redirects != "0":
-        told += ["--log-dir", str(Path(folder, "logs")), "--redirects", redirects]
-    try:
-        run.run(run.parse_args([*told, "-m", module, *arguments]))
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        put(Path(folder, "exits.json"), {"codes": codes, "first": error.get_first_failure()[0]})
-        print(error, file=sys.stderr)
-        return 1
-    except SignalException:
-        return 1
-    return 0
 
 
 class Both:
@@ -324,7 +282,3 @@ def _lives(pid: int | None) -> bool:
         return False
     # Its sockets close, which the other ranks notice, a moment before it is a zombie.
     return state not in "ZX" and not int(fields[5]) & EXITING
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
