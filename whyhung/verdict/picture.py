@@ -45,7 +45,8 @@ def picture(edges: Sequence[dict[str, Any]]) -> tuple[list[Node], int]:
         alike = (edge.get("kind"), edge.get("at"), _RANKS.sub("", edge.get("text") or ""))
         merges = crowd or edge.get("kind") == "collective"
         members.setdefault(alike if merges else edge["from"], []).append(edge)
-    names = {edge["from"]: _together(group) for group in members.values() for edge in group}
+    named = [(group, _together(group)) for group in members.values()]
+    names = {edge["from"]: name for group, name in named for edge in group}
     found: dict[str, Node] = {}
     for edge in edges:
         name, said = names[edge["from"]], edge.get("text") or edge.get("kind") or ""
