@@ -22,7 +22,7 @@ LINES = {
     "nsa": (19990, 15500),
     "workbook/lab": (13425, 6500),
     "workbook/runs": (7030, 4700),
-    "workbook/rooms": (20972, 9500),
+    "workbook/rooms": (21560, 9500),
     "workbook/cli": (1914, 1150),
     "workbook": (43263, 25000),
     "whyhung": (12475, 8500),

@@ -68,6 +68,21 @@ def test_a_failed_point_is_a_cross_at_the_top_with_its_outcome():
     assert [len(cross.get_xdata()) for cross in crosses(axes)] == [4]
 
 
+def test_the_headline_names_each_line_at_its_end_and_what_cards_have():
+    long = {"preset": "production", "layers": 12}
+    rows = [row("triton", t, 16.0 * t, **long) for t in (1024, 2048, 8192, 65536, 131072)]
+    rows += [row("dense", t, 12.0 * t, **long) for t in (1024, 2048, 8192, 65536)]
+    rows += [row("dense", 131072, None, outcome="oom", **long)]
+    (axes,) = plots.headline(frame(*rows), note="NVIDIA H200").axes
+    texts = [text.get_text() for text in axes.texts]
+    assert "triton: 2.05e+03 GiB" in texts or "triton: 2048 GiB" in texts
+    assert "dense: 768 GiB" in texts and "dense: oom" in texts
+    assert "an H100 of 80 GB: 79 GiB" in texts and "an H200 of 141 GB: 140 GiB" in texts
+    assert axes.get_title(loc="left") == "A training step, production, 12 layers, one sequence"
+    assert axes.get_legend() is None and not axes.get_legend_handles_labels()[1]
+    assert lines(axes)["_dense"].get_linestyle() == ":"
+
+
 def test_other_modes_metrics_and_categories_stay_out():
     others = [row("flex", 128, 7.0, mode="forward")]
     others += [row("flex", 128, 7.0, metric) for metric in ("latency", "memory_parameters")]
@@ -98,9 +113,10 @@ def test_a_case_study_far_above_our_points_has_a_panel_of_its_own_with_its_ticks
 
 def test_a_backend_looks_the_same_in_every_plot_and_none_like_another():
     names = "sequential masked gather packed sdpa flex flash triton dense-flash dense-cudnn"
-    assert set(looks.LOOKS) == {*names.split(), "dense-fa4", "fla"}
+    assert set(looks.LOOKS) == {*names.split(), "dense-fa4", "fla", "dense"}
+    assert looks.look("dense") == looks.look("dense-flash")  # a training's, by that kernel
     for seen in zip(*looks.LOOKS.values(), strict=True):  # colours, markers
-        assert len(set(seen)) == len(looks.LOOKS)
+        assert len(set(seen)) == len(looks.LOOKS) - 1
     assert looks.look("something new") == looks.look("something new")
 
 

@@ -146,6 +146,9 @@ BAD_INPUT = [
     (["--ranks", "2", "--parallel", "fsdp", "--find-unused"], "parallel='fsdp' has no use"),
     (["--comm-hook", "bf16"], "comm_hook: options that are DDP's; parallel='none' has no use"),
     (["--no-bucket-view"], "gradient_as_bucket_view=False: options that are DDP's"),
+    (["--fsdp-keep"], "fsdp_reshard=False: options that are FSDP2's; parallel='none' has no"),
+    (["--ranks", "2", "--parallel", "fsdp", "--fsdp-gather", "bf16"], "it needs precision='bf16'"),
+    (["--fsdp-blocks", "0"], "fsdp_blocks=0 must be at least 1"),
     (["--ranks", "2", "--comm-hook", "bf16", "--observe", "buckets"], "DDP takes one only"),
     (NCCL, "backend='nccl' needs a GPU for each of 4 rank(s)"),
 ]
