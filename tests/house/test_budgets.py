@@ -22,10 +22,10 @@ LINES = {
     "nsa": (19990, 15500),
     "workbook/lab": (13425, 6500),
     "workbook/runs": (7030, 4700),
-    "workbook/rooms": (21560, 9500),
+    "workbook/rooms": (21953, 9500),
     "workbook/cli": (1914, 1150),
-    "workbook": (43263, 25000),
-    "whyhung": (12475, 8500),
+    "workbook": (44618, 25000),
+    "whyhung": (11972, 8500),
     "tests": (65071, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
