@@ -20,13 +20,13 @@ LINES = {
     "nsa/hf": (1227, 1230),
     "nsa/recipes": (328, 330),
     "nsa": (20121, 15500),
-    "workbook/lab": (13425, 6500),
+    "workbook/lab": (13577, 6500),
     "workbook/runs": (7132, 4700),
-    "workbook/rooms": (20015, 9500),
+    "workbook/rooms": (20299, 9500),
     "workbook/cli": (1914, 1150),
-    "workbook": (42550, 25000),
-    "whyhung": (12475, 8500),
-    "tests": (65455, 34000),
+    "workbook": (42937, 25000),
+    "whyhung": (11972, 8500),
+    "tests": (64936, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own

@@ -393,7 +393,7 @@ def test_a_halt_file_ends_a_run_of_torchrun_in_order(place):
 
 @pytest.mark.processes
 def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, capsys, monkeypatch):
-    monkeypatch.setattr("whyhung.process.launch.launch", lambda *_, **__: {})
+    monkeypatch.setattr("workbook.rooms.training.ranks.launch", lambda *_, **__: {})
     assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
     assert "no rank says why torchrun failed; see torchrun.log" in capsys.readouterr().out
     assert record(place / "r")["status"] == "failed"

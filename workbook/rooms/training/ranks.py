@@ -1,9 +1,4 @@
-"""Ranks of one host under torchrun, and the files in which each reports its state.
-
-`python -m whyhung.process.launch RANKS PORT FOLDER MODULE ARG...` is torchrun as a function. It
-runs `python -m MODULE ARG...` as RANKS processes of this host and writes to FOLDER exits.json, the
-exit codes of those that failed. PORT 0 finds a free one. torchrun's own messages go to
-FOLDER/torchrun.log; the ranks keep this process's standard output and error.
+"""Ranks of a training under torchrun: the launch, and the files in which each reports its state.
 
 A rank writes rank<r>.json: {"rank", "pid", "state", "time"}, and after a failure its message and
 traceback; and rank<r>.log, its output and errors. A rank whose state is "running" and whose process
@@ -20,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +22,7 @@ from pathlib import Path
 
 from whyhung.process import family
 from whyhung.process.child import lost_another, put, read
+from whyhung.process.ranks import exits
 
 ENDING_S = 8.0  # for ranks to end by themselves after Ctrl-C
 STUCK_S = 5.0  # for a rank to end after Ctrl-C, which a collective never checks for
@@ -52,8 +47,8 @@ def launch(
     (Path(folder) / "exits.json").unlink(missing_ok=True)
     child = subprocess.Popen(
         [
-            *(sys.executable, "-m", "whyhung.process.launch"),
-            *(str(ranks), str(port or 0), str(folder), module, *arguments),
+            *(sys.executable, "-m", "whyhung.process.ranks"),
+            *(str(ranks), str(port or 0), str(folder), "0", module, *arguments),
         ],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches this process, which passes it on
@@ -71,7 +66,7 @@ def launch(
         child.wait()
     if good:
         return None
-    return {int(rank): code for rank, code in read(Path(folder, "exits.json"), {}).items()}
+    return exits(folder)[0]
 
 
 def check_port(port: int) -> None:
@@ -87,40 +82,6 @@ def check_port(port: int) -> None:
                 f"port {port} is in use ({error.strerror}); another one would do, or none: "
                 "without --port a free one is found"
             ) from None
-
-
-def main(ranks: int, port: int, folder: str, module: str, *arguments: str) -> int:
-    """Run the ranks under torchrun; return 0 if every rank succeeded, else 1."""
-    family.die_with_parent()
-    # before torch creates its log handlers
-    sys.stderr = open(Path(folder, "torchrun.log"), "w", buffering=1)  # noqa: SIM115
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="static" if port else "c10d",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs={"rank": 0} if port else {"is_host": True},
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        local_addr="127.0.0.1",
-    )
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        put(Path(folder, "exits.json"), codes)
-        return 1
-    except SignalException:
-        return 1
-    return 0
 
 
 class Both:
@@ -321,8 +282,3 @@ def _lives(pid: int | None) -> bool:
         return False
     # Its sockets close, which the other ranks notice, a moment before it is a zombie.
     return state not in "ZX" and not int(fields[5]) & EXITING
-
-
-if __name__ == "__main__":
-    ranks, port, *rest = sys.argv[1:]
-    sys.exit(main(int(ranks), int(port), *rest))

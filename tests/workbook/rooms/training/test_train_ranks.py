@@ -11,11 +11,11 @@ import time
 import pytest
 
 from whyhung.process import family
-from whyhung.process.launch import accounted, check_port, first_failure, logged, say
+from workbook.rooms.training.ranks import accounted, check_port, first_failure, logged, say
 
 STUCK = """
 import ctypes, sys
-from whyhung.process import launch
+from workbook.rooms.training import ranks as launch
 launch.STUCK_S = 0.2
 with launch.accounted(sys.argv[1], 0, lambda: print("told", flush=True)):
     print("here", flush=True)
