@@ -77,7 +77,9 @@ def headline(df, *, note: str = ""):
             gib = gpu_named(name).total / 2**30
             axes.axhline(gib, color="#9a9a9a", lw=1.0, ls="--", zorder=0)
             said = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": GREY}
-            axes.annotate(f"{CARDS[name]}: {gib:.0f} GiB", (0.005, gib), va="bottom", **said)
+            # Between the lines that end early on the left and those that reach it on the right.
+            said |= {"ha": "center", "va": "bottom"}
+            axes.annotate(f"{CARDS[name]}: {gib:.0f} GiB", (0.45, gib), **said)
         for backend, line in looks.backends(frame):
             good = line[line["median"].notna()]
             style = looks.line(backend) | {"zorder": 3}
