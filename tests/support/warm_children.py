@@ -46,9 +46,10 @@ LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.utils.data",
 )  # fmt: skip
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
-STARTERS = "nsa", "workbook", "whyhung", "whyhung.process.launch", "whyhung.process.family"
+STARTERS = "nsa", "workbook", "whyhung", "whyhung.process.ranks", "whyhung.process.family"
 STARTING_ENTRY = "whyhung.process.ranks:launch"
-RANKS = "torch.distributed.run"  # it and its ranks are executed: a forked rank once did not end
+# As ranks it and their torchrun are executed: a forked rank once did not end.
+RANKS = "whyhung.process.child"
 SCRIPTS = ("rank_entries.py",)  # of this folder, started without torchrun
 NOT_SERVED = ("workbook.runs.batch.child",)  # it outlives who started it, and is ended by others
 # Variables that are read as an interpreter starts or a library loads: the server's are the child's.
@@ -251,10 +252,12 @@ def serve(fd: int) -> Callable[[], object]:
     """Serves until nobody can ask any more; returns in each child, with what it is to run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us gets Ctrl-C, and ends us
     shown_as.places()
-    sys.path[:] = [p for p in sys.path if p not in (HERE, "")]
+    # First these files: entry points load this package, and another copy of it may be installed.
+    sys.path[:] = [ROOT, *(p for p in sys.path if p not in (HERE, ""))]
     for name in LOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    del sys.path[0]
     connection = socket.socket(fileno=fd)
     connection.sendall(b".")
     return _serve(connection, list(sys.path))
