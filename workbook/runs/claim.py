@@ -1,7 +1,9 @@
 """Claims of a notebook about its own rows."""
 
-from collections.abc import Hashable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 # The worst first. FAIL: something is wrong. AIM MISSED: the result is right, and below what was
@@ -58,18 +60,61 @@ def aim_of(reached: bool) -> str:
     return "PASS" if reached else "AIM MISSED"
 
 
-def different_programs(
-    served: Mapping[str, Hashable], evidence: Any, what: str, planned: Mapping[str, str]
-) -> Claim:
-    """Claim that all path witnesses differ, or a program would be compared with itself.
-    planned: outcome of each planned one, by name."""
-    if len(planned) == 1:
-        return Claim.not_here(f"{what} are different programs", "this run is of one")
-    different = len(set(served.values()))
-    claim = Claim(
-        f"the {len(served)} {what} that ran are {different} different programs",
-        verdict_of(different == len(served)) if len(served) > 1 else "INCONCLUSIVE",
-        evidence,
-    )
-    lost = (name for name, ended in planned.items() if ended not in ANSWERS)
-    return claim.over(name for name in lost if name not in served)
+class Undecided(LookupError):
+    """Raised by a rule that this run was to decide, and does not: INCONCLUSIVE.
+
+    found: what follows the sentence all the same, before the reason `why`.
+    """
+
+    def __init__(self, why: str, evidence: Any = None, found: str = "") -> None:
+        super().__init__(why)
+        self.evidence, self.found = evidence, found
+
+
+class NotHere(Undecided):
+    """Raised by a rule that this machine, or a run with these parameters, cannot decide: NOT
+    APPLICABLE."""
+
+
+def claim(sentence: str | Callable[..., str], word: Callable[[bool], str] = verdict_of):
+    """Decorate a rule, which then returns a `Claim`.
+
+    sentence: with the rule's arguments in braces, or a function of them. The rule returns (found,
+    True if it holds, evidence) and optionally the points that were not measured, see `Claim.over`.
+    What it found follows the sentence behind a colon, unless it begins with a space or a mark. It
+    raises `Undecided` or `NotHere` where it cannot tell. word: `verdict_of`, or `aim_of`.
+    """
+
+    def decorate(rule: Callable[..., tuple]) -> Callable[..., Claim]:
+        bind = inspect.signature(rule).bind
+
+        @wraps(rule)
+        def judged(*args: Any, **named: Any) -> Claim:
+            given = bind(*args, **named)
+            given.apply_defaults()
+            if callable(sentence):
+                text = sentence(*given.args, **given.kwargs)
+            else:
+                text = sentence.format_map(given.arguments)
+            try:
+                found, holds, evidence, *more = rule(*args, **named)
+            except NotHere as why:
+                return Claim.not_here(_said(text, why.found), str(why))
+            except Undecided as why:
+                return Claim.undecided(_said(text, why.found), str(why), why.evidence)
+            decided = Claim(_said(text, found), word(bool(holds)), evidence)
+            return decided.over(more[0] if more else ())
+
+        return judged
+
+    return decorate
+
+
+def aim(sentence: str | Callable[..., str]):
+    """Decorate a rule as `claim` does; a result that is right and too low is AIM MISSED."""
+    return claim(sentence, aim_of)
+
+
+def _said(sentence: str, found: str) -> str:
+    joined = not found or found[0] in " ,;:"
+    return sentence + found if joined else f"{sentence}: {found}"

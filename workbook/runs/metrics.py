@@ -5,6 +5,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 from nsa.spelling import nearest
 from workbook.runs.claim import ANSWERS
@@ -35,6 +36,14 @@ def row(given: dict, facts: dict) -> dict:
         if not full[name]:
             raise ValueError(f"a metrics row needs {name!r}; got only {sorted(given)}")
     return full
+
+
+def values(metric: str, unit: str, *numbers: float | None, **columns: Any) -> dict[str, Any]:
+    """Columns of one measurement: the median and the 20 % and 80 % quantiles, or one number that
+    is all three; `columns`, as mode, are added."""
+    three = numbers if len(numbers) == 3 else 3 * numbers
+    named = {"metric": metric, "unit": unit, **columns}
+    return named | dict(zip(("median", "q20", "q80"), three, strict=True))
 
 
 def _cell(name: str, value) -> str | float:

@@ -66,6 +66,22 @@ class StepMeter:
         return {name: [float(f"{v:.6g}") for v in values] for name, values in self.found.items()}
 
 
+def facts(trainer: Trainer) -> dict[str, Any]:
+    """Facts beside a training's measurements: {"parameters": their number, "device_name": the
+    GPU's, or "cpu", "torch": its version, "threads": torch's on the CPU}."""
+    import torch
+
+    from nsa.model.llama import parameter_count
+
+    on_gpu = trainer.device.type == "cuda"
+    return {
+        "parameters": parameter_count(trainer.model),
+        "device_name": torch.cuda.get_device_name(trainer.device) if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
 def _cuda() -> Any:
     """torch.cuda if this process uses a GPU, else None; does not import torch."""
     torch = sys.modules.get("torch")

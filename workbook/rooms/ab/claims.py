@@ -16,7 +16,7 @@ from workbook.lab.search.repeats import compare_paths
 from workbook.rooms.ab.plan import Arm
 from workbook.rooms.ab.rules import ARM, COUNTED, TIMED, UNITS, Rule
 from workbook.rooms.ab.trials import Results, Trial
-from workbook.runs.claim import Claim, verdict_of
+from workbook.runs.claim import Claim, Undecided, verdict_of
 from workbook.runs.keep import without_paths
 from workbook.runs.scaling import Ratio, fit_exponent, fit_line, paired_ratio
 
@@ -38,10 +38,6 @@ class Judged:
     @property
     def claim(self) -> Claim:
         return Claim(f"{self.says}: {self.found}", self.verdict, self.evidence)
-
-
-class Undecided(Exception):
-    """Raised with what is missing for a verdict."""
 
 
 def judge(results: Results) -> list[Judged]:

@@ -15,16 +15,15 @@ from workbook.rooms.comparison import table
 from workbook.rooms.comparison.cell import BEYOND, NOT_COMPARED
 from workbook.rooms.comparison.implementations import DENSE, LIMITS, NSA
 from workbook.rooms.comparison.trials import CRASHED
-from workbook.runs import metrics
-from workbook.runs.claim import Claim, aim_of, different_programs, verdict_of
+from workbook.runs import metrics, rules
+from workbook.runs.claim import Claim, NotHere, Undecided, aim, aim_of, claim
 from workbook.runs.scaling import fit_exponent
 
 SPREAD = 1.05  # memory that differs by less than this counts as identical
 EXPONENT = 1.05
 GIB = 1024.0  # MiB
 NO_GPU = "times and sizes without a GPU say nothing about one"
-NOT_OF_THIS_RUN = "this run was not to measure it"
-NO_VALUE = "it was to be measured and has no value"
+REPORTED = tuple(case_study.IDENTICAL_MIB)  # backends of the reports' A/B tests
 MEMORY_64K_GIB = {"forward": 2.0, "backward": 4.0}  # beyond inputs and outputs, at T 65536
 
 
@@ -94,14 +93,16 @@ def aims(df: pandas.DataFrame, backend: str = "triton") -> list[Claim]:
     ]
 
 
-def everything_is_accurate(cells: Sequence[dict]) -> Claim:
+@claim(lambda cells: f"all {len({c['name'] for c in cells if c['errors']})} implementations that "
+                     "were compared keep the accuracy rule")  # fmt: skip
+def everything_is_accurate(cells: Sequence[dict]):
     """Claim that errors are at most twice plain torch's, checked before any time is taken."""
-    red = _messages(c for c in cells if c["outcome"] == "red")
+    if red := _messages(c for c in cells if c["outcome"] == "red"):
+        return f"; wrong: {', '.join(red)}", False, red
     checked = sorted({c["name"] for c in cells if c["errors"]})
-    sentence = f"all {len(checked)} implementations that were compared keep the accuracy rule"
-    if red:
-        return Claim(f"{sentence}; wrong: {', '.join(red)}", "FAIL", red)
-    return Claim(sentence, "PASS" if checked else "INCONCLUSIVE", {"checked": checked})
+    if not checked:
+        raise Undecided("nothing was compared")
+    return "", True, {"checked": checked}
 
 
 def nothing_broke(cells: Sequence[dict]) -> Claim:
@@ -109,13 +110,9 @@ def nothing_broke(cells: Sequence[dict]) -> Claim:
     mine = [c for c in cells if c["name"] in registry.names()]
     broken = _messages(c for c in mine if c["outcome"] == "error" or CRASHED in c["message"])
     known = sorted({c["name"] for c in mine})
-    sentence = f"each of {len(known)} backends ran or said why it does not"
-    if broken:
-        return Claim(f"{sentence}; broke off: {', '.join(broken)}", "FAIL", broken)
-    if not known:
-        return Claim(f"{sentence}: there is none", "INCONCLUSIVE", {})
     silent = _messages(c for c in mine if c["outcome"] == "not run")
-    return Claim(sentence, "PASS", {"backends": known}).over(silent)
+    sentence = f"each of {len(known)} backends ran or said why it does not"
+    return rules.no_cell_broke(sentence, broken, {"backends": known} if known else {}, silent)
 
 
 def backends_are_different_programs(cells: Sequence[dict]) -> Claim:
@@ -123,129 +120,118 @@ def backends_are_different_programs(cells: Sequence[dict]) -> Claim:
     served = table.paths(cells)
     planned = {c["name"]: c["outcome"] for c in cells if c["name"] in registry.names()}
     programs = {n: tuple(p.items()) for n, p in served.items()}
-    return different_programs(programs, served, "backends", planned)
+    return rules.different_programs(programs, served, "backends", planned)
 
 
-def memory_is_not_identical(df: pandas.DataFrame) -> Claim:
+@claim(f'"all backends use identical memory ({case_study.IDENTICAL_MIB[REPORTED[0]]:,.1f} MB)" is '
+       "refuted")  # fmt: skip
+def memory_is_not_identical(df: pandas.DataFrame):
     """Claim that memory differs by backend; the reports' A/B tests ran one program for several."""
-    names = list(case_study.IDENTICAL_MIB)
-    reported = f"{case_study.IDENTICAL_MIB[names[0]]:,.1f} MB"
-    sentence = f'"all backends use identical memory ({reported})" is refuted'
     found, apart = {}, {}
     lines = table.wide(df, "peak_memory", "backward")
     for key, group in lines.groupby(level=table.CURVE, sort=False):
-        mine = group.droplevel(table.CURVE).reindex(names)
+        mine = group.droplevel(table.CURVE).reindex(REPORTED)
         for at in mine.columns[mine.notna().sum() > 1]:
             mib, point = mine[at].dropna(), f"{', '.join(key)} queries, T {at}"
             found[point] = mib.round(2).to_dict()
             apart[point] = float(mib.max() / max(mib.min(), 1e-9))
     if not found:
-        none = f"no two of {', '.join(names)} ran"
-        if len(df) and len({*df["backend"]} & {*names}) < 2:
-            return Claim.not_here(sentence, none)
-        return Claim(f"{sentence}: {none}", "INCONCLUSIVE", {})
+        few = len(df) and len({*df["backend"]} & {*REPORTED}) < 2
+        raise (NotHere if few else Undecided)(f"no two of {', '.join(REPORTED)} ran")
     at = max(apart, key=lambda point: apart[point])  # one difference refutes it
-    sentence += f": {', '.join(found[at])} differ by a factor of {apart[at]:.1f} ({at})"
-    return Claim(sentence, verdict_of(apart[at] > SPREAD), found)
+    said = f"{', '.join(found[at])} differ by a factor of {apart[at]:.1f} ({at})"
+    return said, apart[at] > SPREAD, found
 
 
-def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
+@claim("no implementation is faster than the physical limit")
+def nothing_beats_the_limit(df: pandas.DataFrame):
     """Claim that nothing beats the limit; a faster one would not do the counted work."""
-    sentence = "no implementation is faster than the physical limit"
     if len(df) and not metrics.on_gpu(df):
-        return Claim.not_here(sentence, NO_GPU)
+        raise NotHere(NO_GPU)
     point = [*table.CURVE, "x_value", "backend", "mode"]
     timed = table.rows_of(df, "latency").dropna(subset="median")
     timed = timed[~timed["backend"].isin(LIMITS.values()) & (timed["checked"] != NOT_COMPARED)]
     both = table.rows_of(df, "fraction_of_limit").merge(timed[point], how="outer", on=point)
     rows = both.dropna(subset="median")
     if not len(rows):
-        return Claim(f"{sentence}: nothing was timed", "INCONCLUSIVE", {})
+        raise Undecided("nothing was timed")
     best = rows.loc[rows["median"].idxmax()]
     name, share = best["backend"], float(best["median"])
-    sentence += f": the nearest of {len(rows)} timings is {name}, {best['mode']} at T "
-    sentence += f"{best['x_value']}, with {share:.0%} of it"
+    found = f"the nearest of {len(rows)} timings is {name}, {best['mode']} at T "
+    found += f"{best['x_value']}, with {share:.0%} of it"
     evidence = {"backend": name, "fraction": round(share, 3)}
-    claim = Claim(sentence, verdict_of(share <= BEYOND), evidence)
-    return claim.over(metrics.unmeasured(both, point))
+    return found, share <= BEYOND, evidence, metrics.unmeasured(both, point)
 
 
-def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
+@aim("{backend} at {aim}")
+def reaches(df: pandas.DataFrame, aim: Aim, backend: str):
     """Claim that forward and backward reach the aim, with the best public kernel's figures.
 
     At a T so short that host launches dominate, the times in a CUDA graph count.
     """
-    what = f"{backend} at {aim}"
     wanted = f"aim {aim.forward_ms:g} / {aim.backward_ms:g} ms"
     if aim.public_ms:
         wanted += ", best public {:g} / {:g}".format(*aim.public_ms)
-    gpu = df["device"].iloc[0] if metrics.on_gpu(df) else ""
-    if "H200" not in gpu:
-        why = f"the aims are for an H200, this is {gpu}" if gpu else NO_GPU
-        return Claim.not_here(f"{what}: {wanted}", why)
+    rules.needs_h200(df["device"].iloc[0] if metrics.on_gpu(df) else "", NO_GPU, wanted)
     rows = table.rows_of(df, "latency")
     rows = rows[rows["backend"] == backend]
     rows = rows.loc[list(map(aim.fits, rows["x_value"], metrics.configs(rows)))]
     if not len(rows):
-        return Claim.not_here(f"{what}: {wanted}", NOT_OF_THIS_RUN)
+        raise NotHere(rules.NOT_OF_THIS_RUN, found=wanted)
     by_mode = rows.dropna(subset="median").set_index("mode")["median"]
     graphs = {"graph_forward", "graph_backward"} & {*rows["mode"]}
     if not {"forward", "backward"} <= set(by_mode.index) or rows["median"].isna().any():
-        return Claim.undecided(f"{what}: {wanted}", NO_VALUE)
+        raise Undecided(rules.NO_VALUE, found=wanted)
     if len(graphs) == 1:
-        return Claim.undecided(f"{what}: {wanted}", f"there is {graphs.pop()} alone")
+        raise Undecided(f"there is {graphs.pop()} alone", found=wanted)
     got, how = by_mode[["forward", "backward"]].tolist(), ""
     if graphs:
         how = " in a CUDA graph, {:.3g} / {:.3g} without".format(*got)
         got = by_mode[["graph_forward", "graph_backward"]].tolist()
-    what += f": {got[0]:.3g} / {got[1]:.3g} ms{how} ({wanted})"
+    found = f"{got[0]:.3g} / {got[1]:.3g} ms{how} ({wanted})"
     met = got[0] <= aim.forward_ms and got[1] <= aim.backward_ms
-    return Claim(what, aim_of(met), {m: round(float(ms), 4) for m, ms in by_mode.items()})
+    return found, met, {m: round(float(ms), 4) for m, ms in by_mode.items()}
 
 
-def memory_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
+@aim(f"{{backend}}'s memory grows at most as T^{EXPONENT}")
+def memory_is_linear(df: pandas.DataFrame, backend: str):
     """Claim that memory beyond inputs and outputs is linear at T >= 2048, in both directions."""
+    rules.needs_gpu(metrics.on_gpu(df), NO_GPU)
     found = {}
     for mode, key, line in _memory(df, backend):
         line = line[(line.index >= 2048) & (line > 0)]
         if len(line) > 2:
             fit = fit_exponent(list(line.index), line.to_numpy())
             found[f"{mode}, {', '.join(key)}"] = round(fit.exponent, 3)
-    sentence = f"{backend}'s memory grows at most as T^{EXPONENT}"
-    if not metrics.on_gpu(df):
-        return Claim.not_here(sentence, NO_GPU)
     if not found:
         mine = _planned(df, backend)
-        few = "fewer than three T from 2048 on"
         lost = mine[mine >= 2048].nunique() > 2
-        return Claim.undecided(sentence, few) if lost else Claim.not_here(sentence, few)
+        raise (Undecided if lost else NotHere)("fewer than three T from 2048 on")
     worst = max(found.values())
-    claim = Claim(f"{sentence}: T^{worst:.2f}", aim_of(worst <= EXPONENT), found)
     curves = table.rows_of(df, "peak_memory")
     curves = curves[curves["x_value"] >= 2048]
     many = curves.groupby(table.CURVE)["x_value"].transform("nunique") > 2
-    return claim.over(_lost(curves[many], [backend]))
+    return f"T^{worst:.2f}", worst <= EXPONENT, found, _lost(curves[many], [backend])
 
 
-def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
+@aim("{{backend}} at 64k takes less than {forward:g} GiB beyond inputs and outputs forward and "
+     "{backward:g} backward".format(**MEMORY_64K_GIB))  # fmt: skip
+def memory_stays_small(df: pandas.DataFrame, backend: str):
     """Claim that memory at T 64k of the main shape stays below MEMORY_64K_GIB."""
     limits, main = MEMORY_64K_GIB, table.shape_name(asdict(Shape(65536)))
-    sentence = f"{backend} at 64k takes less than {limits['forward']:g} GiB beyond inputs and "
-    sentence += f"outputs forward and {limits['backward']:g} backward"
-    found: dict[str, float] = {}
+    gib: dict[str, float] = {}
     for mode, key, line in _memory(df, backend):
         if 65536 in line.index and key[0] == main:
-            found[mode] = max(found.get(mode, 0.0), float(line[65536]) / GIB)
-    if set(found) != set(limits):
+            gib[mode] = max(gib.get(mode, 0.0), float(line[65536]) / GIB)
+    if set(gib) != set(limits):
         if 65536 in set(_planned(df, backend, main)):
-            return Claim.undecided(sentence, NO_VALUE)
-        return Claim.not_here(sentence, NOT_OF_THIS_RUN)
-    sentence += f": {found['forward']:.2f} and {found['backward']:.2f} GiB"
-    evidence = {mode: round(gib, 3) for mode, gib in found.items()}
-    claim = Claim(sentence, aim_of(all(found[m] < limits[m] for m in limits)), evidence)
+            raise Undecided(rules.NO_VALUE)
+        raise NotHere(rules.NOT_OF_THIS_RUN)
+    found = f"{gib['forward']:.2f} and {gib['backward']:.2f} GiB"
     rows = table.rows_of(df, "peak_memory")
     rows = rows[(rows["x_value"] == 65536) & (rows["shape"] == main)]
-    return claim.over(_lost(rows, [backend]))
+    evidence = {mode: round(size, 3) for mode, size in gib.items()}
+    return found, all(gib[m] < limits[m] for m in limits), evidence, _lost(rows, [backend])
 
 
 def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
@@ -256,13 +242,13 @@ def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
     rows = table.rows_of(df, "latency", "forward", "backward")
     rows = rows[(rows["x_value"] >= tokens) & ~rows["backend"].isin(LIMITS.values())]
     if not {DENSE, NSA} <= {*rows["operation"]} or backend not in {*rows["backend"]}:
-        return Claim.not_here(sentence, NOT_OF_THIS_RUN)
+        return Claim.not_here(sentence, rules.NOT_OF_THIS_RUN)
     there, keys = rows.dropna(subset="median"), [*table.CURVE, "x_value", "mode"]
     dense = there[there["operation"] == DENSE]
     ours = there[(there["operation"] == NSA) & (there["backend"] == backend)].set_index(keys)
     ratio = (dense.groupby(keys)["median"].min() / ours["median"]).dropna()
     if not len(ratio):
-        return Claim.undecided(sentence, NO_VALUE)
+        return Claim.undecided(sentence, rules.NO_VALUE)
     names = sorted(set(dense["backend"]))
     sentence = sentence.replace("dense", f"dense ({', '.join(names)})", 1)
     shape, queries, at, mode = ratio.idxmin()

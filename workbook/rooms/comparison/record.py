@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from nsa.attention import measured, registry
 from nsa.config import NSAConfig
@@ -95,16 +96,15 @@ def _has_limit(cell: dict) -> bool:
     return cell["name"] not in LIMITS.values() and cell["checked"] != NOT_COMPARED
 
 
-def _row(cell: dict, mode: str, metric: str, unit: str, *values: float) -> dict:
-    """Row of metrics.csv. values: the median and two quantiles, or one number for all three."""
+def _row(cell: dict, mode: str, *measured: Any) -> dict:
+    """Row of metrics.csv. measured: arguments of `metrics.values`."""
     shape = dict(cell["shape"])
     tokens, sizes = shape.pop("tokens"), shape.pop("config")
     config = shape | sizes | {n: cell[n] for n in ("outcome", "message", "checked", "timing")}
     config |= cell["ceilings"] | {f"union_{n}": b for n, b in cell["union"].items()}
-    row = {"operation": cell["operation"], "backend": cell["name"], "mode": mode, "metric": metric}
-    row |= {"unit": unit, "x_name": "tokens", "x_value": tokens, "config": config}
-    three = values if len(values) == 3 else 3 * values
-    return row | dict(zip(("median", "q20", "q80"), three, strict=True))
+    row = {"operation": cell["operation"], "backend": cell["name"], "mode": mode}
+    row |= {"x_name": "tokens", "x_value": tokens, "config": config}
+    return row | metrics.values(*measured)
 
 
 def _title(cell: dict) -> str:

@@ -12,15 +12,13 @@ from workbook.rooms.decode.child import DENSE, NSA
 from workbook.rooms.decode.equality import SAME, Counted, Equal
 from workbook.rooms.decode.trials import Result
 from workbook.runs import metrics
-from workbook.runs.claim import Claim, aim_of, verdict_of
+from workbook.runs.claim import Claim, NotHere, Undecided, aim, claim
+from workbook.runs.rules import NO_VALUE, NOT_OF_THIS_RUN, needs_gpu, needs_h200
 
 MEMORY = 0.01  # fraction of the estimate
 PAGES = 1.05  # of the contiguous layout's time
 BEYOND = 1.12  # of a copy's bandwidth: pure reads are faster, up to 4.8 vs 4.27 TB/s on an H200
 TRITON = "triton"
-NO_GPU = "times without a GPU say nothing about one"
-NOT_OF_THIS_RUN = "this run was not to measure it"
-NO_VALUE = "it was to be measured and has no value"
 
 
 @dataclass(frozen=True)
@@ -79,55 +77,55 @@ def aims(results: Sequence[Result], gpu: str) -> list[Claim]:
     ]
 
 
-def equals_the_whole(equals: Sequence[Equal], model: Equal) -> Claim:
+@claim("in fp64 a sequence that is decoded equals the whole at once, by every backend and layout "
+       f"and in a model, to {SAME:.0e}")  # fmt: skip
+def equals_the_whole(equals: Sequence[Equal], model: Equal):
     """Claim that decoding equals the whole sequence at once, in fp64 up to the order of sums."""
     every = [*equals, model]
+    found = f"{len(every)} ways"
+    if not equals:
+        raise Undecided(NO_VALUE, found=found)
     worst = max(every, key=lambda one: one.difference)
-    sentence = "in fp64 a sequence that is decoded equals the whole at once, by every backend and "
-    sentence += f"layout and in a model, to {SAME:.0e}: {len(every)} ways"
     evidence = {"furthest": f"{worst.what}, {worst.layout}", "difference": worst.difference}
-    if len(every) < 2:
-        return Claim.undecided(sentence, NO_VALUE)
-    return Claim(sentence, verdict_of(all(one.holds for one in every)), evidence)
+    return found, all(one.holds for one in every), evidence
 
 
-def is_accurate(df: pandas.DataFrame) -> Claim:
+@claim("each step at its own length keeps the accuracy rule")
+def is_accurate(df: pandas.DataFrame):
     """Claim that steps stay within twice plain torch's error vs fp64, checked before timing."""
-    red = _messages(df[df["outcome"] == "red"])
     ran = df[df["error"].notna()]
-    sentence = f"each step at its own length keeps the accuracy rule: {len(ran)} measured"
-    if red:
-        return Claim(f"{sentence}; wrong: {', '.join(red)}", "FAIL", red)
+    found = f"{len(ran)} measured"
+    if red := _messages(df[df["outcome"] == "red"]):
+        return f"{found}; wrong: {', '.join(red)}", False, red
     if not len(ran):
-        return Claim.undecided(sentence, NO_VALUE)
+        raise Undecided(NO_VALUE, found=found)
     most = {"largest share of what is allowed": round(ran["error"].max(), 3)}
-    return Claim(sentence, "PASS", most).over(_lost(df, "error"))
+    return found, True, most, _lost(df, "error")
 
 
-def nothing_broke(df: pandas.DataFrame) -> Claim:
+@claim("every step of ours ran or said why it does not")
+def nothing_broke(df: pandas.DataFrame):
     """Claim that our backends run or decline with a reason; out of memory is a valid outcome."""
     mine = df[(df["operation"] == NSA) & ~df["name"].str.startswith("peer ")]
-    broken = _messages(mine[mine["outcome"] == "error"])
-    sentence = "every step of ours ran or said why it does not"
-    if broken:
-        return Claim(f"{sentence}; broke off: {', '.join(broken)}", "FAIL", broken)
-    if not len(mine) or (mine["outcome"] == "not run").any():
-        lost = _messages(mine[mine["outcome"] == "not run"])
-        return Claim.undecided(sentence, f"{len(lost)} were not run", lost)
-    return Claim(sentence, "PASS", mine["outcome"].value_counts().to_dict())
+    if broken := _messages(mine[mine["outcome"] == "error"]):
+        return f"; broke off: {', '.join(broken)}", False, broken
+    lost = _messages(mine[mine["outcome"] == "not run"])
+    if not len(mine) or lost:
+        raise Undecided(f"{len(lost)} were not run", lost)
+    return "", True, mine["outcome"].value_counts().to_dict()
 
 
-def reads_only_its_keys(results: Sequence[Result]) -> Claim:
+@claim("a step reads the keys that the prediction counts and no others: with NaN in all other rows "
+       "its output is the same to the bit, with NaN in one of those it is not")  # fmt: skip
+def reads_only_its_keys(results: Sequence[Result]):
     """Claim that a step reads only its keys: with NaN elsewhere its output is bitwise the same."""
     found = [(r.cell, row) for r in results for row in r.rows if "reads" in row]
-    sentence = "a step reads the keys that the prediction counts and no others: with NaN in all "
-    sentence += "other rows its output is the same to the bit, with NaN in one of those it is not"
     if not found:
         asked = any(row["operation"] == NSA for r in results for row in r.rows)
         ended = [row for r in results for row in r.rows if row["outcome"] != "ok"]
         if asked and ended:
-            return Claim.undecided(sentence, NO_VALUE)
-        return Claim.not_here(sentence, "the backends that were chosen load all keys under masks")
+            raise Undecided(NO_VALUE)
+        raise NotHere("the backends that were chosen load all keys under masks")
     wrong, spoilt = {}, 0
     for cell, row in found:
         reads = row["reads"]
@@ -137,132 +135,122 @@ def reads_only_its_keys(results: Sequence[Result]) -> Claim:
             wrong[f"{row['name']} at {cell}"] = reads
     evidence = wrong or {"steps": len(found), "rows that were NaN": spoilt}
     if not wrong and not spoilt:
-        return Claim.not_here(sentence, "every cached key was to be read")
+        raise NotHere("every cached key was to be read")
     names = {row["name"] for _, row in found}
     lost = [f"{row['name']} at {r.cell}" for r in results for row in r.rows
             if row["name"] in names and "reads" not in row]  # fmt: skip
-    return Claim(sentence, verdict_of(not wrong), evidence).over(lost)
+    return "", not wrong, evidence, lost
 
 
-def reads_as_the_paper_says(results: Sequence[Result]) -> Claim:
+@claim("a step reads as many times fewer keys than dense attention as the paper says")
+def reads_as_the_paper_says(results: Sequence[Result]):
     """Claim that reads match the paper's Table 4 of tokens loaded, at the lengths of this run."""
-    sentence = "a step reads as many times fewer keys than dense attention as the paper says"
     found = {}
-    for result in results:
-        cell = result.cell
-        usual = cell.config == NSAConfig()
-        if usual and cell.tokens in PAPER and any("reads" in row for row in result.rows):
-            found[cell.tokens] = cell.tokens / cell.nsa_keys
+    usual = [result for result in results if result.cell.config == NSAConfig()]
+    for result in usual:
+        tokens = result.cell.tokens
+        if tokens in PAPER and any("reads" in row for row in result.rows):
+            found[tokens] = tokens / result.cell.nsa_keys
     if not found:
-        return Claim.not_here(sentence, "no length of the paper's table was measured")
+        raise NotHere("no length of the paper's table was measured")
     paper = {tokens: tokens / PAPER[tokens] for tokens in found}
     said = ", ".join(f"{found[t]:.1f} at {t // K}k (the paper {paper[t]:.1f})" for t in found)
     holds = all(abs(found[t] / paper[t] - 1) < 0.005 for t in found)
-    planned = {r.cell.tokens for r in results if r.cell.config == NSAConfig()} & {*PAPER}
-    claim = Claim(f"{sentence}: {said}", verdict_of(holds), {str(t): x for t, x in found.items()})
-    return claim.over(f"T {tokens}" for tokens in sorted(planned - {*found}))
+    lost = sorted({result.cell.tokens for result in usual} & {*PAPER} - {*found})
+    return said, holds, {str(t): x for t, x in found.items()}, (f"T {t}" for t in lost)
 
 
-def memory_is_estimated(df: pandas.DataFrame, counted: Counted) -> Claim:
+@claim(f"a cache takes the estimated bytes, to {MEMORY:.0%}")
+def memory_is_estimated(df: pandas.DataFrame, counted: Counted):
     """Claim that estimated bytes match a layer's cache in the allocator and a small model's."""
     rows = df[df["cache_bytes"].notna() & (df["operation"] == NSA)]
-    sentence = f"a cache takes the estimated bytes, to {MEMORY:.0%}"
     if not len(rows):
-        return Claim.undecided(sentence, NO_VALUE)
+        raise Undecided(NO_VALUE)
     over = rows["cache_bytes"] / rows["foretold_bytes"]
     at = rows.loc[(over - 1).abs().idxmax()]
     model = counted.held_bytes / counted.foretold_bytes
     worst = max(float((over - 1).abs().max()), abs(model - 1))
     evidence = {"caches": len(rows), "furthest": f"{at['layout']} at {at['size']}"}
     evidence |= {"off by": worst, "a model's, held / estimated": model}
-    claim = Claim(sentence, verdict_of(worst <= MEMORY), evidence)
-    return claim.over(_lost(df[df["operation"] == NSA], "cache_bytes"))
+    return "", worst <= MEMORY, evidence, _lost(df[df["operation"] == NSA], "cache_bytes")
 
 
-def counters_count(counted: Counted) -> Claim:
+@claim("the counters of a cache tell the keys that the definition's masks show, in the last step "
+       "and in all, and its bytes")  # fmt: skip
+def counters_count(counted: Counted):
     """Claim that the counters match the definition's masks when a small model decodes."""
-    sentence = (
-        "the counters of a cache tell the keys that the definition's masks show, in the last "
-    )
-    sentence += "step and in all"
     same = (counted.last_step, counted.in_all) == (counted.masks_last, counted.masks_all)
     whole = abs(counted.bytes / counted.held_bytes - 1) <= MEMORY  # beside the host's bookkeeping
     evidence = {"last step": counted.last_step, "in all": counted.in_all, "bytes": counted.bytes}
-    return Claim(f"{sentence}, and its bytes", verdict_of(same and whole), evidence)
+    return "", same and whole, evidence
 
 
-def reaches(results: Sequence[Result], aim: Aim, gpu: str) -> Claim:
+@aim("triton at {aim}")
+def reaches(results: Sequence[Result], aim: Aim, gpu: str):
     """Claim that the slower of contiguous and paged caches reaches the aim, in a CUDA graph."""
     wanted = f"aim {aim.ms:g} ms, best public {aim.public_ms:g}, dense {aim.dense_ms:g}"
-    sentence = f"triton at {aim}"
-    if "H200" not in gpu:
-        why = f"the aims are for an H200, this is {gpu}" if gpu else NO_GPU
-        return Claim.not_here(f"{sentence}: {wanted}", why)
+    needs_h200(gpu, found=wanted)
     mine = [row for r in results if aim.fits(r.cell) for row in r.rows]
     mine = [row for row in mine if row["name"].partition(",")[0] == TRITON]
     if not mine:
-        return Claim.not_here(f"{sentence}: {wanted}", NOT_OF_THIS_RUN)
+        raise NotHere(NOT_OF_THIS_RUN, found=wanted)
     ms = {row["layout"]: row["ms"]["graph"][0] for row in mine if "graph" in row["ms"]}
     if PLAIN not in ms or len(ms) < len(mine):
-        return Claim.undecided(f"{sentence}: {wanted}", NO_VALUE, ms)
+        raise Undecided(NO_VALUE, ms, wanted)
     paged = max((x for layout, x in ms.items() if layout != PLAIN), default=None)
     said = f"{ms[PLAIN]:.3g} ms" + (f", {paged:.3g} in pages" if paged is not None else "")
-    return Claim(f"{sentence}: {said} ({wanted})", aim_of(max(ms.values()) <= aim.ms), ms)
+    return f"{said} ({wanted})", max(ms.values()) <= aim.ms, ms
 
 
-def pages_cost_little(df: pandas.DataFrame, gpu: str) -> Claim:
+@aim(f"pages are at most {PAGES - 1:.0%} slower than a contiguous cache")
+def pages_cost_little(df: pandas.DataFrame, gpu: str):
     """Claim that paged caches take at most PAGES times as long, in CUDA graphs of one process."""
-    sentence = f"pages are at most {PAGES - 1:.0%} slower than a contiguous cache"
-    if not gpu:
-        return Claim.not_here(sentence, NO_GPU)
+    needs_gpu(gpu)
     mine = df[df["name"].str.partition(",")[0] == TRITON]
     plain = mine[mine["layout"] == PLAIN].set_index("size")["graph_ms"]
     paged = mine[mine["layout"] != PLAIN]
     if not len(paged) or not len(plain):
-        return Claim.not_here(sentence, NOT_OF_THIS_RUN)
+        raise NotHere(NOT_OF_THIS_RUN)
     ratio = paged["graph_ms"] / paged["size"].map(plain)
     if ratio.isna().any():
-        return Claim.undecided(sentence, NO_VALUE)
+        raise Undecided(NO_VALUE)
     at = paged.loc[ratio.idxmax()]
-    said = f"at most {ratio.max():.3f} times, {at['layout']} at {at['size']}"
+    found = f"at most {ratio.max():.3f} times, {at['layout']} at {at['size']}"
     evidence = {
         f"{row.layout} at {row.size}": round(float(x), 3)
         for row, x in zip(paged.itertuples(), ratio, strict=True)
     }
     lost = metrics.unmeasured(mine.assign(median=mine["graph_ms"]), ["size"], ["layout"])
-    return Claim(f"{sentence}: {said}", aim_of(bool(ratio.max() <= PAGES)), evidence).over(lost)
+    return found, ratio.max() <= PAGES, evidence, lost
 
 
-def nothing_beats_the_limit(df: pandas.DataFrame, gpu: str) -> Claim:
+@claim(f"no step is faster than its bytes over {BEYOND} times the bandwidth of a copy")
+def nothing_beats_the_limit(df: pandas.DataFrame, gpu: str):
     """Claim that no step beats the limit; a faster one would not load the counted keys."""
-    sentence = f"no step is faster than its bytes over {BEYOND} times the bandwidth of a copy"
-    if not gpu:
-        return Claim.not_here(sentence, NO_GPU)
+    needs_gpu(gpu)
     rows = df[df["ms"].notna()]
     if not len(rows):
-        return Claim.undecided(sentence, NO_VALUE)
+        raise Undecided(NO_VALUE)
     share = rows["limit_ms"] / rows["ms"]
     at = rows.loc[share.idxmax()]
-    said = f"the nearest is {at['name']} at {at['size']} with {share.max():.0%} of it"
-    claim = Claim(f"{sentence}: {said}", verdict_of(bool(share.max() <= BEYOND)), {})
-    return claim.over(_lost(df, "ms"))
+    found = f"the nearest is {at['name']} at {at['size']} with {share.max():.0%} of it"
+    return found, share.max() <= BEYOND, {}, _lost(df, "ms")
 
 
-def time_shrinks_too(df: pandas.DataFrame, gpu: str) -> Claim:
+@aim("at 64k a step is as many times faster than dense attention as the paper's 11.6 of keys, "
+     "launches and all")  # fmt: skip
+def time_shrinks_too(df: pandas.DataFrame, gpu: str):
     """Claim that the speedup over dense at 64k reaches 11.6, the paper's ratio of bytes."""
-    sentence = "at 64k a step is as many times faster than dense attention as the paper's 11.6 of"
-    sentence += " keys, launches and all"
-    if not gpu:
-        return Claim.not_here(sentence, NO_GPU)
+    needs_gpu(gpu)
     rows = df[df["tokens"] == 64 * K]
     ratio = (table.fastest(rows, DENSE) / table.fastest(rows, NSA)).dropna()
     if not len(ratio):
-        return Claim.not_here(sentence, NOT_OF_THIS_RUN)
-    said = ", ".join(f"{x:.1f} times at {size}" for size, x in ratio.items())
+        raise NotHere(NOT_OF_THIS_RUN)
+    found = ", ".join(f"{x:.1f} times at {size}" for size, x in ratio.items())
     evidence = {size: round(float(x), 2) for size, x in ratio.items()}
-    claim = Claim(f"{sentence}: {said}", aim_of(bool(ratio.max() >= 11.6)), evidence)
     # The fastest of both counts; a slower dense attention would flatter the result.
-    return claim.over(_lost(rows[~rows["name"].str.startswith("peer ")], "ms"))
+    lost = _lost(rows[~rows["name"].str.startswith("peer ")], "ms")
+    return found, ratio.max() >= 11.6, evidence, lost
 
 
 def _lost(df: pandas.DataFrame, column: str) -> list[str]:

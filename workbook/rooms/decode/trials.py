@@ -12,6 +12,7 @@ from workbook.lab import sweep
 from workbook.lab.measure.limits import Ceilings
 from workbook.rooms.decode.cells import Cell
 from workbook.rooms.decode.child import DENSE, NSA, subjects
+from workbook.runs import metrics
 
 ENTRY = "workbook.rooms.decode.child:measure_cell"
 UNKNOWN = Ceilings(math.nan, math.nan)
@@ -98,7 +99,7 @@ def to_metrics(results: Sequence[Result]) -> list[dict]:
             same |= {"x_value": tokens, "config": config}
             for mode in [m for m in MODES if m in row["ms"]] or ["eager"]:
                 three = row["ms"].get(mode, [math.nan] * 3)
-                found.append(same | _values("latency", "ms", three, mode))
+                found.append(same | metrics.values("latency", "ms", *three, mode=mode))
             values = [("limit", "ms", result.limit_ms(row["operation"]))]
             read = cell.bytes_read("nsa" if row["operation"] == NSA else "dense")
             values.append(("bytes_read", "B", read))
@@ -108,10 +109,5 @@ def to_metrics(results: Sequence[Result]) -> list[dict]:
             if "error" in row:
                 values.append(("error", "of the largest exact value", row["error"][0]))
                 values.append(("error_allowed", "of the largest exact value", row["error"][1]))
-            found += [same | _values(name, unit, [x] * 3) for name, unit, x in values]
+            found += [same | metrics.values(*one) for one in values]
     return found
-
-
-def _values(metric: str, unit: str, three: Sequence[float], mode: str = "") -> dict:
-    named = {"metric": metric, "unit": unit, "mode": mode}
-    return named | dict(zip(("median", "q20", "q80"), three, strict=True))

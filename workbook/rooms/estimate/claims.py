@@ -10,12 +10,13 @@ from workbook.rooms.estimate import table
 from workbook.rooms.estimate.cells import name_of
 from workbook.rooms.estimate.trials import PHASES
 from workbook.runs import metrics
-from workbook.runs.claim import ANSWERS, Claim, aim_of
+from workbook.runs.claim import ANSWERS, Claim, NotHere, Undecided, aim
 
 ALLOCATED = {True: 0.05, False: 0.01}  # the aim on a GPU, and on a CPU
 RESERVED = 0.1
 BOUNDARY = 0.05
 SECONDS = 3.0  # processor seconds per estimate
+NEITHER = "no cell was both estimated and measured"
 
 
 def all_claims(
@@ -42,40 +43,43 @@ def all_claims(
 def peak_is_estimated(df: pandas.DataFrame) -> Claim:
     """Claim that estimated peaks are right in every cell; the worst decides, not the mean."""
     both = table.compared(df)
-    return _within(both, table.STEP, "the peak of every cell is estimated", ALLOCATED[_gpu(both)])
+    return _within("the peak of every cell is estimated", both, table.STEP, _aim(both))
 
 
 def phase_is_estimated(df: pandas.DataFrame, phase: str) -> Claim:
     """Claim that a phase's own estimated peak is right, even if the step's peak is elsewhere."""
     both = table.compared(df)
-    sentence = f"the {phase}'s own peak is estimated in every cell"
-    return _within(both, phase, sentence, ALLOCATED[_gpu(both)])
+    return _within(f"the {phase}'s own peak is estimated in every cell", both, phase, _aim(both))
 
 
 def reserved_is_estimated(df: pandas.DataFrame) -> Claim:
     """Claim that the estimate of memory reserved by the allocator on the device is right."""
     both, sentence = table.compared(df), "what the allocator reserves is estimated in every cell"
-    if len(both) and not _gpu(both):
+    if len(both) and not metrics.on_gpu(both):
         return Claim.not_here(sentence, "a CPU's allocator reserves nothing")
-    return _within(both, "reserved", sentence, RESERVED)
+    return _within(sentence, both, "reserved", RESERVED)
 
 
-def _within(both: pandas.DataFrame, what: str, sentence: str, aim: float) -> Claim:
-    sentence = f"{sentence}, to {aim:.0%}"
-    known = both[(both["what"] == what) & both["error"].notna()]
+@aim("{sentence}, to {most:.0%}")
+def _within(sentence: str, both: pandas.DataFrame, what: str, most: float):
+    rows = both[both["what"] == what]
+    known = rows[rows["error"].notna()]
     if not len(known):
-        return Claim.undecided(sentence, "no cell was both estimated and measured")
+        raise Undecided(NEITHER)
     at = known["error"].abs().idxmax()
-    worst = f"the worst of {len(known)} is {table.signed(known['error'][at])}"
     evidence = {
         "cells": len(known),
         "worst": known["cell"][at],
         "lowest": round(float(known["error"].min()), 5),
         "highest": round(float(known["error"].max()), 5),
-        "over the aim": int((known["error"].abs() > aim).sum()),
+        "over the aim": int((known["error"].abs() > most).sum()),
     }
-    claim = Claim(f"{sentence}: {worst}", aim_of(abs(known["error"][at]) <= aim), evidence)
-    return claim.over(_lost(both[both["what"] == what]))
+    found = f"the worst of {len(known)} is {table.signed(known['error'][at])}"
+    return found, abs(known["error"][at]) <= most, evidence, _lost(rows)
+
+
+def _aim(both: pandas.DataFrame) -> float:
+    return ALLOCATED[metrics.on_gpu(both)]
 
 
 def _lost(both: pandas.DataFrame, column: str = "error") -> list[str]:
@@ -83,62 +87,53 @@ def _lost(both: pandas.DataFrame, column: str = "error") -> list[str]:
     return metrics.unmeasured(both.assign(median=both[column]), ["cell"], ["what"])
 
 
-def _gpu(both: pandas.DataFrame) -> bool:
-    return metrics.on_gpu(both)
-
-
-def phase_of_the_peak_is_estimated(df: pandas.DataFrame) -> Claim:
+@aim("the phase that is named has the step's peak")
+def phase_of_the_peak_is_estimated(df: pandas.DataFrame):
     """Claim that the estimated peak phase has the step's measured peak, within a peak's aim."""
-    both = table.compared(df)
-    aim, short = ALLOCATED[_gpu(both)], {}
-    whole = both[both["what"].isin(PHASES) & both["error"].notna()]
-    for cell, rows in whole.groupby("cell", sort=False):
+    both, short = table.compared(df), {}
+    phases = both[both["what"].isin(PHASES)]
+    for cell, rows in phases[phases["error"].notna()].groupby("cell", sort=False):
         rows = rows.set_index("what")
         named = rows["foretold"].idxmax()
         short[cell] = rows["measured"][named] / rows["measured"].max() - 1
-    sentence = "the phase that is named has the step's peak"
     if not short:
-        return Claim.undecided(sentence, "no cell was both estimated and measured")
+        raise Undecided(NEITHER)
     worst = min(short, key=lambda cell: short[cell])
     evidence = {"cells": len(short), "worst": worst, "short by": round(float(-short[worst]), 5)}
-    claim = Claim(sentence, aim_of(short[worst] >= -aim), evidence)
-    return claim.over(_lost(both[both["what"].isin(PHASES)]))
+    return "", short[worst] >= -_aim(both), evidence, _lost(phases)
 
 
-def what_does_not_fit_is_estimated(df: pandas.DataFrame) -> Claim:
+@aim("a cell that ran out of memory was estimated not to fit")
+def what_does_not_fit_is_estimated(df: pandas.DataFrame):
     """Claim that estimates of cells that ran out of memory exceed the peak of any that did not."""
-    both, sentence = table.compared(df), "a cell that ran out of memory was estimated not to fit"
+    both = table.compared(df)
     steps = both[both["what"] == table.STEP]
     out = steps[steps["outcome"] == "oom"].dropna(subset="foretold")
     if not len(out):
-        return Claim.not_here(sentence, "no cell ran out of memory")
+        raise NotHere("no cell ran out of memory")
     most = steps["measured"].max()
     wrong = list(out.loc[out["foretold"] <= most, "cell"])
     evidence = {"out of memory": len(out), "the most that fitted, MiB": most, "wrong": wrong}
-    ran = steps[~steps["outcome"].isin(ANSWERS)]
-    return Claim(sentence, aim_of(not wrong), evidence).over(
-        [*_lost(ran, "measured"), *steps.loc[(steps["outcome"] == "oom")
-                                             & steps["foretold"].isna(), "cell"]]
-    )  # fmt: skip
+    lost = _lost(steps[~steps["outcome"].isin(ANSWERS)], "measured")
+    lost += list(steps.loc[(steps["outcome"] == "oom") & steps["foretold"].isna(), "cell"])
+    return "", not wrong, evidence, lost
 
 
-def nothing_is_left_out(df: pandas.DataFrame) -> Claim:
+@aim("every cell that ran was estimated")
+def nothing_is_left_out(df: pandas.DataFrame):
     """Claim that every cell that ran has an estimate; an estimator that refuses hard cells would
     look too good."""
     both = table.compared(df)
     ran = both[(both["what"] == table.STEP) & (both["outcome"] == "ok")]
-    sentence = "every cell that ran was estimated"
     if not len(ran):
-        return Claim.undecided(sentence, "none ran")
-    without = ran[ran["estimated"] != "ok"]
-    why = without.set_index("cell")["refusal"].to_dict()
-    evidence = {"ran": len(ran), "not estimated": why}
-    return Claim(sentence, aim_of(not len(without)), evidence).over(
-        both.loc[~both["outcome"].isin(("ok", *ANSWERS)), "cell"]
-    )
+        raise Undecided("none ran")
+    without = ran[ran["estimated"] != "ok"].set_index("cell")["refusal"].to_dict()
+    lost = both.loc[~both["outcome"].isin(("ok", *ANSWERS)), "cell"]
+    return "", not without, {"ran": len(ran), "not estimated": without}, lost
 
 
-def estimates_are_quick(df: pandas.DataFrame) -> Claim:
+@aim(f"to trace a training takes at most {SECONDS:g} s of a processor")
+def estimates_are_quick(df: pandas.DataFrame):
     """Claim that estimates are fast, in processor seconds, which other load affects less.
     `sequential`, which calls hundreds of operators per token, takes longer and is left out."""
     cells = df[(df["x_name"] == "tokens") & (df["backend"] != "sequential")]
@@ -146,63 +141,62 @@ def estimates_are_quick(df: pandas.DataFrame) -> Claim:
     cells = cells.assign(cell=list(map(name_of, configs)), outcome="ok")
     cells = cells[["trace" in str(config.get("how")) for config in configs]]
     took = cells.loc[cells["metric"] == "estimate_time", "median"].dropna()
-    sentence = f"to trace a training takes at most {SECONDS:g} s of a processor"
     if not len(took):
-        return Claim.undecided(sentence, "none was traced")
+        raise Undecided("none was traced")
     evidence = {"estimates": len(took), "median, s": round(float(took.median()), 2)}
     evidence["longest, s"] = round(float(took.max()), 2)
-    claim = Claim(sentence, aim_of(took.max() <= SECONDS), evidence)
-    return claim.over(metrics.unmeasured(cells, ["cell"], of={"metric": ["estimate_time"]}))
+    lost = metrics.unmeasured(cells, ["cell"], of={"metric": ["estimate_time"]})
+    return "", took.max() <= SECONDS, evidence, lost
 
 
-def committed_peaks_are_estimated(rows: Sequence[dict]) -> Claim:
+@aim(f"peaks that committed runs measured on an H200 are estimated, to {ALLOCATED[True]:.0%}")
+def committed_peaks_are_estimated(rows: Sequence[dict]):
     """Claim that peaks of earlier H200 runs, made without estimates in mind, are estimated well."""
-    aim = ALLOCATED[True]
-    sentence = f"peaks that committed runs measured on an H200 are estimated, to {aim:.0%}"
     if not rows:
-        return Claim.not_here(sentence, "this run was not to estimate any, or has none beside it")
+        raise NotHere("this run was not to estimate any, or has none beside it")
     known = {f"{row['run']}: {row['cell']}": row["error"] for row in rows}
     lost = [name for name, error in known.items() if math.isnan(error)]
     known = {name: error for name, error in known.items() if name not in lost}
     if not known:
-        return Claim.undecided(sentence, "none was", {"not estimated": lost})
+        raise Undecided("none was", {"not estimated": lost})
     worst = max(known, key=lambda name: abs(known[name]))
-    sentence += f": the worst of {len(known)} is {table.signed(known[worst])}"
+    found = f"the worst of {len(known)} is {table.signed(known[worst])}"
     evidence = {"peaks": len(known), "worst": worst, "not estimated": lost}
-    return Claim(sentence, aim_of(not lost and abs(known[worst]) <= aim), evidence)
+    return found, not lost and abs(known[worst]) <= ALLOCATED[True], evidence
 
 
-def nearer_than_the_case_study(study: Sequence[dict]) -> Claim:
+@aim("our estimate of the case study's loop is within 5 % of its table, and nearer than its own")
+def nearer_than_the_case_study(study: Sequence[dict]):
     """Claim that our estimate of the case study's rebuilt loop beats its own, by its figures."""
     errors = {}
     for row in study:
         reported = case_study.MEMORY_MIB[row["tokens"]]
         theirs = case_study.PUBLISHED_ESTIMATE_MB[row["tokens"]] / reported - 1
         errors[row["tokens"]] = (row["mib"] / reported - 1, theirs)
-    sentence = "our estimate of the case study's loop is within 5 % of its table, and nearer than "
-    sentence += "its own"
     if not errors:
-        return Claim.not_here(sentence, "this run was not to make one")
-    sentence += f", at {len(errors)} of its {len(case_study.PUBLISHED_ESTIMATE_MB)} T"
+        raise NotHere("this run was not to make one")
     good = all(abs(ours) <= min(0.05, abs(theirs)) for ours, theirs in errors.values())
     evidence = {t: {"ours": round(a, 4), "its": round(b, 4)} for t, (a, b) in errors.items()}
-    return Claim(sentence, aim_of(good), evidence)
+    return f", at {len(errors)} of its {len(case_study.PUBLISHED_ESTIMATE_MB)} T", good, evidence
 
 
-def boundary_is_estimated(rows: Sequence[dict]) -> Claim:
+@aim(f"the largest T and batch that fit are estimated, to {BOUNDARY:.0%}")
+def boundary_is_estimated(rows: Sequence[dict]):
     """Claim that the largest value estimated to fit agrees with the bracket of real steps."""
-    sentence = f"the largest T and batch that fit are estimated, to {BOUNDARY:.0%}"
     if not rows:
-        return Claim.not_here(sentence, "this run was not to look for one")
-    evidence = {row["boundary"]: table.boundary_error(row) for row in rows}
-    found = {name: error for name, error in evidence.items() if not math.isnan(error)}
+        raise NotHere("this run was not to look for one")
+    found = {row["boundary"]: table.boundary_error(row) for row in rows}
+    found = {name: error for name, error in found.items() if not math.isnan(error)}
     if not found and all(row["outcome"] == "not run" for row in rows):
-        return Claim.not_here(sentence, "there is no GPU whose memory could end")
-    evidence = {name: round(error, 4) for name, error in found.items()}
+        raise NotHere("there is no GPU whose memory could end")
     lost = {row["boundary"]: row["message"] for row in rows if row["boundary"] not in found}
     if not found:
-        return Claim.undecided(sentence, "no bracket was found", lost)
+        raise Undecided("no bracket was found", lost)
     worst = max(found.values(), key=abs)
+    evidence = {name: round(error, 4) for name, error in found.items()}
     evidence |= {"without a bracket": lost} if lost else {}
-    good = not lost and abs(worst) <= BOUNDARY
-    return Claim(f"{sentence}: the worst of {len(found)} is {worst:+.1%}", aim_of(good), evidence)
+    return (
+        f"the worst of {len(found)} is {worst:+.1%}",
+        not lost and abs(worst) <= BOUNDARY,
+        evidence,
+    )

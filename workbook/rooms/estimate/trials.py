@@ -13,6 +13,7 @@ from workbook.lab.measure.allocations import CATEGORIES
 from workbook.lab.training import TrainingSpec
 from workbook.rooms.estimate import committed
 from workbook.rooms.estimate.cells import Boundary, name_of
+from workbook.runs import metrics
 
 CHILD = "workbook.rooms.estimate.child"
 MIB = 2**20
@@ -161,11 +162,9 @@ def to_metrics(
             values |= {(f"{start}_{name}", "step"): held.get(name) for name in CATEGORIES}
             for (metric, mode), size in values.items():
                 mib = math.nan if size is None else size / MIB
-                named = {"metric": metric, "mode": mode, "unit": "MiB"}
-                found.append(same | named | dict.fromkeys(("median", "q20", "q80"), mib))
-        took = ours.get("processor_s", math.nan)
-        named = {"metric": "estimate_time", "mode": "processor", "unit": "s", "device": "cpu"}
-        found.append(same | named | dict.fromkeys(("median", "q20", "q80"), took))
+                found.append(same | metrics.values(metric, "MiB", mib, mode=mode))
+        took, on = ours.get("processor_s", math.nan), {"mode": "processor", "device": "cpu"}
+        found.append(same | metrics.values("estimate_time", "s", took, **on))
     return found
 
 

@@ -10,8 +10,9 @@ from workbook.lab.measure.activation_model import MODELLED, activations
 from workbook.rooms.case_study import figures as case_study
 from workbook.rooms.memory import table
 from workbook.runs import looks, metrics
-from workbook.runs.claim import ANSWERS, Claim, aim_of, different_programs, verdict_of
+from workbook.runs.claim import ANSWERS, Claim, NotHere, Undecided, aim, claim
 from workbook.runs.metrics import model_name
+from workbook.runs.rules import NOT_OF_THIS_RUN, different_programs
 from workbook.runs.scaling import local_exponents
 
 LIMIT = 1.1  # the largest exponent that still counts as linear
@@ -32,16 +33,17 @@ def all_claims(df: pandas.DataFrame, rows: Sequence[dict], linear: Sequence[str]
     ]
 
 
-def case_study_is_not_quadratic() -> Claim:
+@claim("the case study's own table is not T squared")
+def case_study_is_not_quadratic():
     """Claim that the case study's table is not quadratic, though it said "O(S^2) confirmed"."""
     local = local_exponents(*zip(*case_study.MEMORY_MIB.items(), strict=True))
-    sentence = "the case study's own table is not T squared: its local exponents are "
-    sentence += ", ".join(f"{p:.2f}" for p in local)
+    found = "its local exponents are " + ", ".join(f"{p:.2f}" for p in local)
     evidence = {"table": "workbook.rooms.case_study.figures.MEMORY_MIB"}
-    return Claim(sentence, verdict_of(bool((local < 2).all() and local[-1] < 1)), evidence)
+    return found, (local < 2).all() and local[-1] < 1, evidence
 
 
-def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
+@claim(f"{{backend}} grows at most as T^{LIMIT} towards its longest T")
+def linear_backend_is_linear(df: pandas.DataFrame, backend: str):
     """Claim that growing memory is at most T ** LIMIT over the last factor of 4 in T, per model.
 
     Only T >= n l' count: up to there every query sees every key, whatever the backend.
@@ -58,22 +60,21 @@ def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
             found[model] = exponent
         elif (line.index >= quarter).sum() > 1:  # else the longest T stands alone
             short.add(dense)
-    sentence = f"{backend} grows at most as T^{LIMIT} towards its longest T"
     if found:
         worst = max(found.values())
         evidence = {model: round(exponent, 3) for model, exponent in found.items()}
-        claim = Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= LIMIT), evidence)
-        return claim.over(_lost(df, [backend], dense_up_to, least=0.25))
+        lost = _lost(df, [backend], dense_up_to, least=0.25)
+        return f"T^{worst:.2f}", worst <= LIMIT, evidence, lost
     rows = looks.over_tokens(df)
     if rows.loc[rows["backend"] == backend, "x_value"].nunique() == 1:
-        return Claim.not_here(sentence, "this run is of one T")
-    why = "but no two points of it were measured"
+        raise NotHere("this run is of one T")
     if short:
-        why = f"not decided: every query still sees every key up to T = n l' = {min(short)}"
-    return Claim(f"{sentence}, {why}", "INCONCLUSIVE", {})
+        raise Undecided(f"every query still sees every key up to T = n l' = {min(short)}")
+    raise Undecided("no two points of it were measured")
 
 
-def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
+@claim("dense masks cost more than every linear backend")
+def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]):
     """Claim that dense masks cost more at the longest T that masked and a linear one finished, for
     T >= n l', since up to there every query sees every key and a mask leaves nothing out."""
     evidence, ratios, dense_up_to = {}, [], table.dense_up_to(df)
@@ -88,15 +89,13 @@ def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
             at = shared.columns[-1]
             ratios.append(float(shared.loc["masked", at] / shared.loc[names, at].max()))
             evidence[model] = {"tokens": int(at), "times": round(ratios[-1], 1)}
-    sentence = "dense masks cost more than every linear backend"
     if not ratios:
         there = {*df["backend"]}
         if there and not ("masked" in there and there & {*linear}):
-            return Claim.not_here(sentence, "this run was not to measure both")
-        return Claim.undecided(sentence, "no T from n l' on was measured with both")
+            raise NotHere("this run was not to measure both")
+        raise Undecided("no T from n l' on was measured with both")
     found = f"at least {round(min(ratios), 1)} times what grows, at the longest T of both"
-    claim = Claim(f"{sentence}: {found}", verdict_of(min(ratios) > 1), evidence)
-    return claim.over(_lost(df, ["masked", *linear], dense_up_to))
+    return found, min(ratios) > 1, evidence, _lost(df, ["masked", *linear], dense_up_to)
 
 
 def _lost(
@@ -114,20 +113,21 @@ def _lost(
     return metrics.unmeasured(rows[rows["x_value"] >= start], ["model", "x_value"], of=of)
 
 
-def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
+@claim("weights, gradients and optimizer state are 16 bytes a parameter, to 3 %")
+def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]):
     """Claim that state is fp32 weights, gradients and two moments; a GPU allocator rounds up."""
     strays = []
     for row in _held(rows):
         held = sum(row["held_mib"][n] for n in ("parameters", "gradients", "optimizer_state"))
         strays.append(abs(held * 2**20 / (16 * row["parameters"]) - 1))
-    worst = max(strays, default=0.0)
-    evidence = {"cells": len(strays), "largest_deviation": round(worst, 5)}
-    sentence = "weights, gradients and optimizer state are 16 bytes a parameter, to 3 %"
-    claim = Claim(sentence, verdict_of(worst <= 0.03) if strays else "INCONCLUSIVE", evidence)
-    return claim.over(_not_held(rows))
+    if not strays:
+        raise Undecided("no cell ran")
+    evidence = {"cells": len(strays), "largest_deviation": round(max(strays), 5)}
+    return "", max(strays) <= 0.03, evidence, _not_held(rows)
 
 
-def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
+@claim(f"activations are as predicted from shapes, to {PREDICTION_LIMIT:.0%}")
+def activations_are_as_predicted(rows: Sequence[dict]):
     """Claim that memory saved by the forward for the backward matches the sum of its shapes."""
     ratios, unknown = {}, set()
     for row in _held(rows):
@@ -142,18 +142,14 @@ def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
             name = f"{model_name(row)} {row['backend']} T={row['tokens']}"
             ratios[name] = kept.total / measured
     if not ratios:
-        sentence = "activations are as predicted from shapes"
         if rows and all(row["checkpoint"] for row in rows):
-            return Claim.not_here(sentence, "what is recomputed was not kept")
-        return Claim(sentence, "INCONCLUSIVE", {})
+            raise NotHere("what is recomputed was not kept")
+        raise Undecided("nothing that is predicted was measured")
     worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
-    claim = Claim(
-        f"activations are as predicted from shapes, to {PREDICTION_LIMIT:.0%}",
-        verdict_of(abs(ratios[worst] - 1) <= PREDICTION_LIMIT),
-        {"cells": len(ratios), "furthest": worst, "predicted/measured": round(ratios[worst], 3)}
-        | ({"not predicted": sorted(unknown)} if unknown else {}),
-    )
-    return claim.over(_not_held(rows))
+    evidence = {"cells": len(ratios), "furthest": worst}
+    evidence["predicted/measured"] = round(ratios[worst], 3)
+    evidence |= {"not predicted": sorted(unknown)} if unknown else {}
+    return "", abs(ratios[worst] - 1) <= PREDICTION_LIMIT, evidence, _not_held(rows)
 
 
 def _not_held(rows: Sequence[dict]) -> list[str]:
@@ -174,19 +170,18 @@ def backends_are_different_programs(rows: Sequence[dict]) -> Claim:
     return different_programs(served, found, "backends", planned)
 
 
-def production_fits(df: pandas.DataFrame) -> Claim:
+@aim("a production step of 12 layers at T 2048, batch 1, stays under "
+     f"{PRODUCTION_LIMIT_GIB:.0f} GiB")  # fmt: skip
+def production_fits(df: pandas.DataFrame):
     """Claim that a production step fits; the case study projected 50 to 151 GB for it."""
     rows = table.labelled(df)
     rows = rows[(rows["metric"] == "peak_memory") & (rows["x_value"] == 2048)]
     rows = rows[rows["model"] == "production, 12 layers"]
     rows = rows.loc[[config.get("batch", 1) == 1 for config in metrics.configs(rows)]]
-    limit = f"under {PRODUCTION_LIMIT_GIB:.0f} GiB"
-    sentence = f"a production step of 12 layers at T 2048, batch 1, stays {limit}"
     if not len(rows):
-        return Claim.not_here(sentence, "this run was not to measure it")
-    rows = rows[rows["median"].notna()]
-    if not len(rows):
-        return Claim.undecided(sentence, "no backend got through it")
-    gib = rows.set_index("backend")["median"] / 1024
-    sentence += f": {gib.min():.2f} GiB with {gib.idxmin()}"
-    return Claim(sentence, aim_of(gib.min() < PRODUCTION_LIMIT_GIB), gib.round(3).to_dict())
+        raise NotHere(NOT_OF_THIS_RUN)
+    gib = rows.dropna(subset="median").set_index("backend")["median"] / 1024
+    if not len(gib):
+        raise Undecided("no backend got through it")
+    found = f"{gib.min():.2f} GiB with {gib.idxmin()}"
+    return found, gib.min() < PRODUCTION_LIMIT_GIB, gib.round(3).to_dict()

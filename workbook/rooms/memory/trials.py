@@ -10,14 +10,15 @@ import torch
 
 from nsa.attention import witness
 from nsa.attention.registry import Declined
-from nsa.model.llama import parameter_count
 from nsa.model.train import Trainer
 from whyhung.process.trial import Outcome
 from workbook.lab import sweep
 from workbook.lab.measure.allocations import CATEGORIES
 from workbook.lab.measure.recorders import MIB, recorded_step
+from workbook.lab.measure.steps import StepMeter, facts
 from workbook.lab.training import TrainingSpec, open_trainer
 from workbook.rooms.memory.cell import Measured
+from workbook.runs import metrics
 
 ENTRY = "workbook.rooms.memory.trials:measure_cell"
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -86,15 +87,12 @@ def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
         config = {name: row[name] for name in (*OF_A_CELL, *ENDED)} | {"dtype": row["precision"]}
         same = {"operation": "training_step", "backend": row["backend"], "x_name": "tokens"}
         same |= {"x_value": row["tokens"], "config": config}
-        values = {("peak_memory", "MiB", "step"): row["peak_mib"]}
-        values |= {("peak_memory", "MiB", phase): row[f"{phase}_mib"] for phase in PHASES[1:]}
-        for category in CATEGORIES:
-            held = row["by_category_mib"].get(category, math.nan)
-            values[f"memory_{category}", "MiB", "step"] = held
-        values["step_time", "ms", "step"] = row["step_ms"]
-        for key, value in values.items():
-            named = dict(zip(("metric", "unit", "mode"), key, strict=True))
-            found.append(same | named | dict.fromkeys(("median", "q20", "q80"), value))
+        peaks = {"step": row["peak_mib"]} | {phase: row[f"{phase}_mib"] for phase in PHASES[1:]}
+        sizes = [("peak_memory", mode, mib) for mode, mib in peaks.items()]
+        held = row["by_category_mib"]
+        sizes += [(f"memory_{name}", "step", held.get(name, math.nan)) for name in CATEGORIES]
+        found += [same | metrics.values(name, "MiB", mib, mode=mode) for name, mode, mib in sizes]
+        found.append(same | metrics.values("step_time", "ms", row["step_ms"], mode="step"))
     return found
 
 
@@ -122,12 +120,9 @@ def measure_cell(spec: dict) -> dict:
         **recorded,
         step_ms=1e3 * sorted(times)[len(times) // 2] if times else math.nan,
         step_ms_each=[1e3 * seconds for seconds in times],
-        parameters=parameter_count(trainer.model),
         losses=losses,
-        device_name=torch.cuda.get_device_name() if cell.device == "cuda" else "cpu",
-        torch=torch.__version__,
-        threads=torch.get_num_threads(),
         model=cell.config().to_dict(),
+        **facts(trainer),
     )
     return asdict(measured)
 
@@ -158,13 +153,12 @@ def _in_mib(size):
 
 
 def _time(trainer: Trainer, losses: list[float], budget_s: float) -> list[float]:
-    times: list[float] = []
+    meter = StepMeter()
+    times = meter.found["seconds"]
     while len(times) < TIMED_STEPS and sum(times) + max(times, default=0.0) < budget_s:
-        started = time.perf_counter()
-        losses.append(float(trainer.step(len(losses))))  # float() waits for the loss ...
-        if trainer.device.type == "cuda":
-            torch.cuda.synchronize()  # ... and this for the optimizer
-        times.append(time.perf_counter() - started)
+        meter.begin()
+        losses.append(float(trainer.step(len(losses))))
+        meter.end()
     return times
 
 

@@ -12,7 +12,7 @@ from whyhung.process import gpus
 from workbook.lab import sweep
 from workbook.rooms.quality.cells import BASE, DENSE, Cell, cells_of
 from workbook.rooms.quality.planted import KINDS
-from workbook.runs import measured
+from workbook.runs import measured, metrics
 from workbook.runs.measured import FILE, read, write
 
 ENTRY = "workbook.rooms.quality.child:train_cell"
@@ -107,20 +107,16 @@ def to_metrics(rows: Rows) -> list[dict[str, Any]]:
         same |= {name: row[name] for name in ("device", "torch") if row.get(name)}
         same |= {"mode": f"seed {cell['seed']}", "x_name": "tokens", "x_value": cell["tokens"]}
         if row["outcome"] != "ok":
-            found.append(same | _value("bits", "bits a byte", math.nan))
+            found.append(same | metrics.values("bits", "bits a byte", math.nan))
             continue
-        found.append(same | _value("bits", "bits a byte", row["bits"]))
+        found.append(same | metrics.values("bits", "bits a byte", row["bits"]))
         if row.get("tokens_s"):
-            found.append(same | _value("speed", "bytes/s", row["tokens_s"]))
+            found.append(same | metrics.values("speed", "bytes/s", row["tokens_s"]))
         for kind in KINDS:
             for length, (accuracy, _) in row["tasks"][kind].items():
                 at = {"x_value": float(length)}
-                found.append(same | at | _value(kind, "share of bytes", accuracy))
+                found.append(same | at | metrics.values(kind, "share of bytes", accuracy))
         for end, bits in row["by_position"][str(cell["tokens"])].items():
             at = {"x_name": "position", "x_value": float(end)}
-            found.append(same | at | _value("bits_at", "bits a byte", bits))
+            found.append(same | at | metrics.values("bits_at", "bits a byte", bits))
     return found
-
-
-def _value(metric: str, unit: str, value: float) -> dict[str, Any]:
-    return {"metric": metric, "unit": unit, "median": value, "q20": value, "q80": value}

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from nsa.attention import witness
-from nsa.model.llama import parameter_count
 from nsa.model.train import Trainer
 from workbook.lab.measure.recorders import MIB, MemorySamples, live_cpu_storages
-from workbook.lab.measure.steps import StepMeter
+from workbook.lab.measure.steps import StepMeter, facts
 from workbook.lab.measure.timing import mark, seconds_between, wait
 from workbook.lab.observers.guard_rules import levels
 from workbook.lab.observers.guards import Guards, Stopped, explained, save_or_say
@@ -107,7 +106,7 @@ def train(spec: dict) -> dict[str, Any]:
     above the memory held by then, "changes": of the TrainConfig}.
 
     Returns {"steps_done", "saved": file or why not, "stop": how a guard ended it, or None,
-    "warnings", "limits_mib", "parameters", "device_name", "threads", "paths"}.
+    "warnings", "limits_mib", "paths"} and `facts`.
     """
     cell, folder = TrainingSpec.from_dict(spec["cell"]), Path(spec["folder"])
     guard, limits, saved, stop = list(spec.get("guard", ())), [], "", None
@@ -142,18 +141,14 @@ def train(spec: dict) -> dict[str, Any]:
             samples.write(guards)
             if stop.reason != "non_finite":
                 saved = save_or_say(trainer, Path(spec["checkpoints"]))
-        on_gpu = trainer.device.type == "cuda"
         return {
             "steps_done": trainer.steps_done,
             "saved": saved,
             "stop": None if stop is None else stop.record(),
             "warnings": guards.warnings,
             "limits_mib": limits,
-            "parameters": parameter_count(trainer.model),
-            "device_name": torch.cuda.get_device_name(trainer.device) if on_gpu else "cpu",
-            "threads": torch.get_num_threads(),
             "paths": {branch: sorted(by) for branch, by in seen.record()["paths"].items()},
-        }
+        } | facts(trainer)
 
 
 def _ends(now: int, until: int, save_at: int | None) -> Iterator[int]:

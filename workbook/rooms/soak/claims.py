@@ -7,7 +7,8 @@ from pathlib import Path
 from nsa.model import saving
 from workbook.rooms.soak import table
 from workbook.rooms.soak.trials import PROCESSES, USUAL, Estimated, Part, Setting, Soak, told
-from workbook.runs.claim import Claim, aim_of, verdict_of
+from workbook.runs.claim import Claim, NotHere, Undecided, aim, claim
+from workbook.runs.rules import NOT_OF_THIS_RUN
 
 SPEED_SHARE = 0.01  # of tokens a second at the start
 LOSS_APART = 1e-3  # nats between allocator settings
@@ -38,34 +39,33 @@ def all_claims(
     ]
 
 
-def comes_to_its_end(soak: Soak) -> Claim:
+@claim("{soak.steps} steps come to their end, with a restart before step {soak.half}")
+def comes_to_its_end(soak: Soak):
     """Claim that the soak completes; a process that was killed or had no time decides nothing."""
-    sentence = f"{soak.steps} steps come to their end, with a restart before step {soak.half}"
-    evidence = {"processes": [part.outcome for part in soak.parts]}
+    evidence, last = {"processes": [part.outcome for part in soak.parts]}, soak.parts[-1]
     if soak.whole:
-        return Claim(sentence, "PASS", evidence)
-    last = soak.parts[-1]
+        return "", True, evidence
     if last.ended.status in LOST:
-        return Claim.undecided(sentence, last.outcome, evidence)
+        raise Undecided(last.outcome, evidence)
     if last.outcome == "ok":  # there is no second
-        return Claim.undecided(sentence, f"no checkpoint: {last.result['saved']}", evidence)
-    return Claim(f"{sentence}; {last.outcome}", "FAIL", evidence)
+        raise Undecided(f"no checkpoint: {last.result['saved']}", evidence)
+    return f"; {last.outcome}", False, evidence
 
 
-def memory_does_not_grow(soak: Soak, series: str) -> Claim:
+@claim(lambda soak, series: f"{table.SERIES[series][1]} does not grow from step to step")
+def memory_does_not_grow(soak: Soak, series: str):
     """Claim that memory does not rise steadily and by enough to count; one alone is undecided.
     A single late allocation is a jump, far larger than the slope times the number of steps."""
-    _, words, least, exact = table.SERIES[series]
-    sentence = f"{words} does not grow from step to step"
+    column, _, least, exact = table.SERIES[series]
     drifts = table.memory(soak, series)
     if not drifts:
         if not soak.on_gpu and series == "reserved":
-            return Claim.not_here(sentence, "a CPU's allocator reserves nothing")
-        return Claim.undecided(sentence, "nothing was sampled")
+            raise NotHere("a CPU's allocator reserves nothing")
+        raise Undecided("nothing was sampled")
     if (steps := min(drift.steps for drift in drifts)) < least:
         planned = soak.half - max(table.LEFT_OUT, soak.half // 10)
-        few = Claim.undecided if planned >= least else Claim.not_here
-        return few(sentence, f"{steps} settled steps of a process, and it takes {least}")
+        few = f"{steps} settled steps of a process, and it takes {least}"
+        raise (Undecided if planned >= least else NotHere)(few)
     said = [_grown(drift, exact) for drift in drifts]
     evidence = [
         {"process": part.name, "settled steps": drift.steps, "growth MiB": round(drift.growth, 4)}
@@ -76,12 +76,11 @@ def memory_does_not_grow(soak: Soak, series: str) -> Claim:
     order = ("", SMALL, JUMPS, GROWS)
     worst = max(range(len(drifts)), key=lambda i: (order.index(said[i]), drifts[i].growth))
     value, low, high = (1e3 * x for x in _interval(drifts[worst]))
-    sentence += f": {value:+.3g} MiB in 1000 steps [{low:+.3g}, {high:+.3g}]"
-    sentence += f", {drifts[worst].growth:+.3g} MiB in {drifts[worst].steps}"
+    found = f"{value:+.3g} MiB in 1000 steps [{low:+.3g}, {high:+.3g}]"
+    found += f", {drifts[worst].growth:+.3g} MiB in {drifts[worst].steps}"
     if said[worst] in (SMALL, JUMPS):
-        return Claim.undecided(sentence, said[worst], evidence)
-    column = table.SERIES[series][0]
-    return Claim(sentence, verdict_of(not said[worst]), evidence).over(_unsampled(soak, column))
+        raise Undecided(said[worst], evidence, found)
+    return found, not said[worst], evidence, _unsampled(soak, column)
 
 
 def _unsampled(soak: Soak, column: str) -> list[str]:
@@ -108,67 +107,65 @@ def _interval(drift: table.Drift) -> tuple[float, float, float]:
     return drift.slope.value, drift.slope.low, drift.slope.high
 
 
-def speed_does_not_drift(soak: Soak) -> Claim:
+@aim(f"tokens/s stay within {SPEED_SHARE:.0%} of the start")
+def speed_does_not_drift(soak: Soak):
     """Claim that the run's drift interval is inside SPEED_SHARE; undecided if across."""
-    sentence = f"tokens/s stay within {SPEED_SHARE:.0%} of the start"
     if not soak.on_gpu:
-        return Claim.not_here(sentence, "a CPU's times say nothing about a GPU")
+        raise NotHere("a CPU's times say nothing about a GPU")
     drift = table.speed(soak)
     if drift is None:
-        return Claim.undecided(sentence, f"fewer than three blocks of {table.BLOCK} steps")
+        raise Undecided(f"fewer than three blocks of {table.BLOCK} steps")
     share, low, high = table.speed_share(drift)
     evidence = {"share": round(share, 5), "interval": [round(low, 5), round(high, 5)]}
     evidence |= {"tokens/s at the start": round(drift.level), "blocks": drift.slope.n}
-    sentence = f"{sentence}: {share:+.2%} [{low:+.2%}, {high:+.2%}] in {drift.steps} steps"
-    if low >= -SPEED_SHARE and high <= SPEED_SHARE:
-        return Claim(sentence, "PASS", evidence).over(_unsampled(soak, "step"))
-    if low > SPEED_SHARE or high < -SPEED_SHARE:
-        return Claim(sentence, aim_of(False), evidence)
-    return Claim.undecided(sentence, "the interval is across the bound", evidence)
+    found = f"{share:+.2%} [{low:+.2%}, {high:+.2%}] in {drift.steps} steps"
+    inside = low >= -SPEED_SHARE and high <= SPEED_SHARE
+    if not inside and low <= SPEED_SHARE and high >= -SPEED_SHARE:
+        raise Undecided("the interval is across the bound", evidence, found)
+    return found, inside, evidence, _unsampled(soak, "step")
 
 
-def goes_on_after_the_restart(soak: Soak) -> Claim:
+@claim("the losses after the restart are those without it, bit for bit")
+def goes_on_after_the_restart(soak: Soak):
     """Claim that the restarted process repeats the losses of the first one's steps beyond the
     restart; both sum in a fixed order."""
-    sentence = "the losses after the restart are those without it, bit for bit"
     both = table.across(soak)
     if not len(both):
-        return Claim.undecided(sentence, "no step was taken by both processes")
+        raise Undecided("no step was taken by both processes")
     apart = float((both["without"] - both["after"]).abs().max())
     evidence = {"steps": len(both), "furthest": apart, "of": soak.overlap}
     found = f"{len(both)} steps" + f", {apart:.3g} apart at most" * (apart > 0)
     lost = min(soak.overlap, soak.steps - soak.half) - len(both)
-    claim = Claim(f"{sentence}: {found}", verdict_of(apart == 0.0), evidence)
-    return claim.over([f"{lost} steps that both were to take"] * (lost > 0))
+    lost = [f"{lost} steps that both were to take"] * (lost > 0)
+    return found, apart == 0.0, evidence, lost
 
 
-def limits_stop_a_run(planted: Part) -> Claim:
+@claim("a training that grows is warned at its first limit and stopped at its second")
+def limits_stop_a_run(planted: Part):
     """Claim that the guard acts at its limits, by the process's own samples, unseen by it."""
-    sentence = "a training that grows is warned at its first limit and stopped at its second"
-    found = table.crossings(planted)
-    if found is None:
-        return Claim.undecided(sentence, planted.outcome)
-    names = ("warned", "stopped")
-    steps = {name: [one.sampled, one.told] for name, one in zip(names, found, strict=True)}
+    crossings = table.crossings(planted)
+    if crossings is None:
+        raise Undecided(planted.outcome)
+    by_name = dict(zip(("warned", "stopped"), crossings, strict=True))
+    steps = {name: [one.sampled, one.told] for name, one in by_name.items()}
     if planted.ended.status in LOST:
-        return Claim.undecided(sentence, planted.outcome, steps)
+        raise Undecided(planted.outcome, steps)
     wrong = [
-        f"crossed at step {one.sampled} and {name} at {one.told}"
-        for name, one in zip(names, found, strict=True)
-        if one.told is None or one.sampled is None or abs(one.told - one.sampled) > WITHIN
+        f"crossed at step {sampled} and {name} at {told}"
+        for name, (sampled, told) in steps.items()
+        if told is None or sampled is None or abs(told - sampled) > WITHIN
     ]
-    evidence = steps | {"limits MiB": [round(one.limit_mib, 1) for one in found]}
+    evidence = steps | {"limits MiB": [round(one.limit_mib, 1) for one in crossings]}
     if wrong:
-        return Claim(f"{sentence}; {', '.join(wrong)}", "FAIL", evidence)
-    late = f"within {WITHIN} step of each crossing"
-    return Claim(f"{sentence}, {late}", "PASS", evidence)
+        return f"; {', '.join(wrong)}", False, evidence
+    return f", within {WITHIN} step of each crossing", True, evidence
 
 
-def evidence_is_kept(planted: Part) -> Claim:
+@claim("a run that a limit stopped keeps its last checkpoint, its record and its samples")
+def evidence_is_kept(planted: Part):
     """Claim that evidence is kept: the checkpoint is readable and of the step of the stop."""
-    sentence = "a run that a limit stopped keeps its last checkpoint, its record and its samples"
     if planted.stop is None:
-        return Claim.undecided(sentence, planted.outcome)
+        raise Undecided(planted.outcome)
     step, missing = planted.stop["step"], []
     if planted.saved is None:
         missing.append(f"checkpoint {planted.result['saved']}")
@@ -183,74 +180,64 @@ def evidence_is_kept(planted: Part) -> Claim:
         if not Path(planted.spec["folder"], name).is_file()
     ]
     evidence = {"stopped at": step, "checkpoint": planted.result["saved"], "samples": sampled + 1}
-    if missing:
-        return Claim(f"{sentence}; not so: {', '.join(missing)}", "FAIL", evidence)
-    return Claim(sentence, "PASS", evidence)
+    return f"; not so: {', '.join(missing)}" * bool(missing), not missing, evidence
 
 
-def settings_ask_for_the_same(soak: Soak, trials: Sequence[Setting]) -> Claim:
+@claim("tensors ask for the same and losses are the same under every allocator setting")
+def settings_ask_for_the_same(soak: Soak, trials: Sequence[Setting]):
     """Claim that settings change reserved memory, but neither requested memory nor losses."""
-    sentence = "tensors ask for the same and losses are the same under every allocator setting"
-    if (why := _why_not(soak, trials)) is not None:
-        return why(sentence)
+    _needs_trials(soak, trials)
     held = {name: table.middle(trials, name, "requested") for name in _names(trials)}
     losses = {t.name: t.losses for t in trials}
     apart = max(abs(a - b) for one in losses.values()
                 for a, b in zip(one, losses[USUAL], strict=True))  # fmt: skip
     off = max(abs(value / held[USUAL] - 1) for value in held.values())
     evidence = {told(name): round(value, 2) for name, value in held.items()}
-    evidence |= {"furthest loss": apart}
-    sentence = f"{sentence}: at most {off:.2%} and {apart:.2g} nats apart"
-    return Claim(sentence, verdict_of(off <= SAME_SHARE and apart <= LOSS_APART), evidence)
+    found = f"at most {off:.2%} and {apart:.2g} nats apart"
+    same = off <= SAME_SHARE and apart <= LOSS_APART
+    return found, same, evidence | {"furthest loss": apart}
 
 
-def expandable_segments_waste_less(soak: Soak, trials: Sequence[Setting]) -> Claim:
+@aim("expandable segments leave no more unused than the usual setting")
+def expandable_segments_waste_less(soak: Soak, trials: Sequence[Setting]):
     """Claim that expandable segments waste no more memory, as torch's own notes predict."""
-    sentence = "expandable segments leave no more unused than the usual setting"
-    if (why := _why_not(soak, trials, EXPANDABLE)) is not None:
-        return why(sentence)
+    _needs_trials(soak, trials, EXPANDABLE)
     mib = {told(n): table.middle(trials, n, "fragmentation") for n in (USUAL, EXPANDABLE)}
     usual, other = mib.values()
     rounded = {name: round(value, 1) for name, value in mib.items()}
-    return Claim(f"{sentence}: {other:,.0f} and {usual:,.0f} MiB", aim_of(other <= usual), rounded)
+    return f"{other:,.0f} and {usual:,.0f} MiB", other <= usual, rounded
 
 
-def no_setting_is_slow(soak: Soak, trials: Sequence[Setting]) -> Claim:
+@aim(f"no allocator setting takes more than {SLOWER} times the usual setting's step")
+def no_setting_is_slow(soak: Soak, trials: Sequence[Setting]):
     """Claim that no setting is slow, by trials of one turn, so that a slow machine affects both."""
-    sentence = f"no allocator setting takes more than {SLOWER} times the usual setting's step"
-    if (why := _why_not(soak, trials)) is not None:
-        return why(sentence)
+    _needs_trials(soak, trials)
     found = {n: table.times_usual(trials, n) for n in _names(trials) if n != USUAL}
     evidence = {name: str(ratio) for name, ratio in found.items()}
     worst = max(found, key=lambda name: found[name].value)
-    sentence = f"{sentence}: {found[worst]} at most, {worst}"
-    slow = [n for n, ratio in found.items() if _low(ratio) > SLOWER]
-    if slow:
-        return Claim(sentence, aim_of(False), evidence)
-    if any(_high(ratio) > SLOWER for ratio in found.values()):
-        return Claim.undecided(sentence, "an interval is across the bound", evidence)
-    return Claim(sentence, "PASS", evidence)
+    slow = any(_low(ratio) > SLOWER for ratio in found.values())
+    text = f"{found[worst]} at most, {worst}"
+    if not slow and any(_high(ratio) > SLOWER for ratio in found.values()):
+        raise Undecided("an interval is across the bound", evidence, text)
+    return text, not slow, evidence
 
 
-def reserved_is_estimated(
-    soak: Soak, trials: Sequence[Setting], estimated: Sequence[Estimated]
-) -> Claim:
+@aim(f"what every setting reserves is estimated to {RESERVED_SHARE:.0%}")
+def reserved_is_estimated(soak: Soak, trials: Sequence[Setting], estimated: Sequence[Estimated]):
     """Claim that the allocator model, without a GPU, estimates every setting's reserved memory."""
-    sentence = f"what every setting reserves is estimated to {RESERVED_SHARE:.0%}"
-    if (why := _why_not(soak, trials)) is not None:
-        return why(sentence)
+    _needs_trials(soak, trials)
     said = {one.name: one for one in estimated}
-    if unknown := [f"{told(n)}: {said[n].why or 'no number'}" for n in _names(trials)
-                   if n in said and math.isnan(said[n].reserved)]:  # fmt: skip
-        return Claim.undecided(sentence, "; ".join(unknown))
-    off = {n: said[n].reserved / table.middle(trials, n, "reserved") - 1
-           for n in _names(trials) if n in said}  # fmt: skip
-    if not off:
-        return Claim.not_here(sentence, "nothing was estimated")
+    names = [name for name in _names(trials) if name in said]
+    if unknown := [f"{told(n)}: {said[n].why or 'no number'}" for n in names
+                   if math.isnan(said[n].reserved)]:  # fmt: skip
+        raise Undecided("; ".join(unknown))
+    if not names:
+        raise NotHere("nothing was estimated")
+    off = {n: said[n].reserved / table.middle(trials, n, "reserved") - 1 for n in names}
     worst = max(off, key=lambda name: abs(off[name]))
     evidence = {told(name): round(share, 4) for name, share in off.items()}
-    sentence = f"{sentence}: {off[worst]:+.1%} at most, {told(worst)}"
-    return Claim(sentence, aim_of(abs(off[worst]) <= RESERVED_SHARE), evidence)
+    found = f"{off[worst]:+.1%} at most, {told(worst)}"
+    return found, abs(off[worst]) <= RESERVED_SHARE, evidence
 
 
 def _low(ratio) -> float:
@@ -265,13 +252,11 @@ def _names(trials: Sequence[Setting]) -> list[str]:
     return list(dict.fromkeys(trial.name for trial in trials))
 
 
-def _why_not(soak: Soak, trials: Sequence[Setting], *needed: str):
-    """Return a maker of claims for sentences that these trials cannot decide; None if they can."""
+def _needs_trials(soak: Soak, trials: Sequence[Setting], *needed: str) -> None:
+    """Raise Undecided or NotHere unless these trials can decide a claim."""
     if not soak.on_gpu:
-        return lambda text: Claim.not_here(text, "an allocator's settings act on a GPU alone")
+        raise NotHere("an allocator's settings act on a GPU alone")
     if not trials or any(name not in _names(trials) for name in needed):
-        return lambda text: Claim.not_here(text, "this run was not to measure it")
-    bad = [f"{told(t.name)}: {t.ended.status}" for t in trials if t.ended.status != "ok"]
-    if bad:
-        return lambda text: Claim.undecided(text, ", ".join(bad))
-    return None
+        raise NotHere(NOT_OF_THIS_RUN)
+    if bad := [f"{told(t.name)}: {t.ended.status}" for t in trials if t.ended.status != "ok"]:
+        raise Undecided(", ".join(bad))

@@ -18,7 +18,6 @@ from torch.profiler import record_function
 
 from nsa.attention import witness
 from nsa.attention.registry import Declined
-from nsa.model.llama import parameter_count
 from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer, warmup_steps
 from workbook.lab.measure import limits
@@ -31,7 +30,7 @@ from workbook.lab.measure.recorders import (
     profiled,
     recorded_step,
 )
-from workbook.lab.measure.steps import phase_ms
+from workbook.lab.measure.steps import facts, phase_ms
 from workbook.lab.measure.timing import interleaved, mark, seconds_between, wait
 from workbook.lab.observers.arrival import GradientArrival
 from workbook.lab.observers.attention_stats import AttentionStats
@@ -71,7 +70,9 @@ def measure_rank(spec: dict) -> dict:
         if cell.parallel == "ddp" and not cell.cuda_graph:
             found["communication_ms"] = communication_ms(trainer)
         paths = {branch: sorted(served) for branch, served in seen.record()["paths"].items()}
-        return asdict(Measured(**found, **_facts(trainer, cell), paths=paths))
+        about = facts(trainer)
+        found |= _ceilings(trainer, cell, about["device_name"])
+        return asdict(Measured(**found, **about, paths=paths))
 
 
 def train(spec: dict) -> dict:
@@ -153,18 +154,11 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
     return found
 
 
-def _facts(trainer: Trainer, cell: TrainCell) -> dict[str, Any]:
-    device, low = trainer.device, cell.precision != "fp32"
-    ceilings = limits.measure_ceilings(device, torch.bfloat16 if low else torch.float32)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {
-        "parameters": parameter_count(trainer.model),
-        "matmul_tflops": ceilings.matmul_tflops,
-        "nominal_tflops": limits.nominal_tflops(name) if low else float("nan"),
-        "device_name": name,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
+def _ceilings(trainer: Trainer, cell: TrainCell, name: str) -> dict[str, float]:
+    low = cell.precision != "fp32"
+    found = limits.measure_ceilings(trainer.device, torch.bfloat16 if low else torch.float32)
+    nominal = limits.nominal_tflops(name) if low else float("nan")
+    return {"matmul_tflops": found.matmul_tflops, "nominal_tflops": nominal}
 
 
 def _observing(trainer: Trainer) -> dict[str, float]:

@@ -3,15 +3,15 @@
 Aims are targets of the 12-layer production model in bf16 on an H200.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas
 
 from workbook.rooms.throughput import table
 from workbook.runs import metrics
-from workbook.runs.claim import Claim, aim_of, different_programs, verdict_of
+from workbook.runs.claim import Claim, NotHere, Undecided, aim, claim
+from workbook.runs.rules import different_programs, needs_h200, no_cell_broke
 
 METER = 0.01
 FLAT_STEPS = 100  # fewer steps confuse growth with the settling of the first steps
@@ -27,6 +27,7 @@ TWO_RANKS = 1.9
 WATCHED = 1.15
 LOSS_STEPS = 500
 LOSS_SHARE = 0.02
+CPU = "a CPU's times say nothing about a GPU"
 
 
 def all_claims(
@@ -48,37 +49,34 @@ def all_claims(
 def aims(df: pandas.DataFrame) -> list[Claim]:
     """Aims with their measurements; NOT APPLICABLE if this run or machine cannot decide."""
     of_speed = (is_fast, is_near_the_twin, beats_the_twin_when_long, two_ranks_pay)
-    return [aim(df) for aim in (*of_speed, watching_costs_little, learns_as_the_twin)]
+    return [one(df) for one in (*of_speed, watching_costs_little, learns_as_the_twin)]
 
 
 def nothing_broke(df: pandas.DataFrame) -> Claim:
     """Claim that no cell broke: OOM, declined and not run are valid, error, crash and hang not."""
     rows = table.cells(df)
     bad = rows[rows["outcome"].isin(["error", "crash", "timeout"])]
-    sentence = f"each of {len(rows)} training cells ran or said why it does not"
-    if not (rows["outcome"] == "ok").any():
-        return Claim(f"{sentence}: none ran", "FAIL" if len(bad) else "INCONCLUSIVE", {})
-    found = {_cell(row): f"{row.outcome}: {row.message}" for row in bad.itertuples()}
-    if found:
-        return Claim(f"{sentence}; broke off: {', '.join(found)}", "FAIL", found)
+    broken = {_cell(row): f"{row.outcome}: {row.message}" for row in bad.itertuples()}
+    ran = (rows["outcome"] == "ok").any()
     lost = [_cell(row) for row in rows[rows["outcome"] == "not run"].itertuples()]
-    claim = Claim(sentence, "PASS", rows["outcome"].value_counts().to_dict())
-    return claim.over(lost + _lost(df, "step_time", "step"))
+    return no_cell_broke(
+        f"each of {len(rows)} training cells ran or said why it does not",
+        broken,
+        rows["outcome"].value_counts().to_dict() if ran else {},
+        lost + _lost(df, "step_time", "step"),
+    )
 
 
-def the_meter_is_right(df: pandas.DataFrame) -> Claim:
+@claim(f"tokens/s by the steps' clock and by the wall's agree to {METER:.0%}")
+def the_meter_is_right(df: pandas.DataFrame):
     """Claim that two clocks agree; the case study's meter read 66 where its seconds gave 13.2."""
     step, recount = (table.at_points(df, "tokens_per_second", m) for m in ("step", "recount"))
     off = (step / recount - 1).abs().dropna()
-    sentence = f"tokens/s by the steps' clock and by the wall's agree to {METER:.0%}"
     if not len(off):
-        return Claim(f"{sentence}: nothing was measured", "INCONCLUSIVE", {})
-    claim = Claim(
-        f"{sentence}: at most {off.max():.2%} apart in {len(off)} cells",
-        verdict_of(off.max() <= METER),
-        {"furthest": ", ".join(map(str, off.idxmax())), "share": round(float(off.max()), 5)},
-    )
-    return claim.over(_lost(df, "tokens_per_second", "step", "recount"))
+        raise Undecided("nothing was measured")
+    found = f"at most {off.max():.2%} apart in {len(off)} cells"
+    evidence = {"furthest": ", ".join(map(str, off.idxmax())), "share": round(float(off.max()), 5)}
+    return found, off.max() <= METER, evidence, _lost(df, "tokens_per_second", "step", "recount")
 
 
 def programs_are_different(rows: Sequence[dict]) -> Claim:
@@ -89,23 +87,23 @@ def programs_are_different(rows: Sequence[dict]) -> Claim:
     return different_programs(served, served, "attentions", planned)
 
 
-def nothing_is_compiled_late(df: pandas.DataFrame) -> Claim:
+@claim("nothing is compiled after step 2")
+def nothing_is_compiled_late(df: pandas.DataFrame):
     """Claim that no torch.compile graph or Triton kernel is compiled in the timed steps."""
-    return _none_of(df, "recompilations", "nothing is compiled after step 2", "it was in",
-                    ": nothing was measured")  # fmt: skip
+    return _none_of(df, "recompilations", "it was in", "nothing was measured")
 
 
-def no_step_waits_for_the_device(df: pandas.DataFrame) -> Claim:
+@claim("the host waits for the device in no step")
+def no_step_waits_for_the_device(df: pandas.DataFrame):
     """Claim that no step waits for the device: a host that waits cannot launch ahead."""
-    sentence = "the host waits for the device in no step"
     if table.on_cpu(df):
-        return Claim.not_here(sentence, "no step was to run on a GPU")
-    return _none_of(df, "syncs", sentence, "it does in", ": not decided, no step ran on a GPU")
+        raise NotHere("no step was to run on a GPU")
+    return _none_of(df, "syncs", "it does in", "no step ran on a GPU")
 
 
-def memory_is_flat(df: pandas.DataFrame) -> Claim:
+@claim(f"memory, the device's and the host's, grows by at most {FLAT_SHARE:.0%} in a run")
+def memory_is_flat(df: pandas.DataFrame):
     """Claim that memory is flat: not both a slope's 95 % interval above 0 and growth over 1 %."""
-    sentence = f"memory, the device's and the host's, grows by at most {FLAT_SHARE:.0%} in a run"
     found, grown, lost = {}, [], []
     keys = ["mode", "model", "backend", "variant"]
     highest = table.memory_over_steps(df).groupby(keys)["median"].max()
@@ -121,40 +119,45 @@ def memory_is_flat(df: pandas.DataFrame) -> Claim:
             found[name] = round(share, 5)
             grown += [name] * (row.q20 > 0 and share > FLAT_SHARE)
     if not found:
-        few = f"no cell of at least {FLAT_STEPS} steps"
         short = table.cells(df)["steps"].max() < FLAT_STEPS
-        return Claim.not_here(sentence, few) if short else Claim.undecided(sentence, few)
+        raise (NotHere if short else Undecided)(f"no cell of at least {FLAT_STEPS} steps")
     if grown:
-        told = {name: found[name] for name in grown}
-        return Claim(f"{sentence}; it grew in {', '.join(grown)}", "FAIL", told)
-    worst = max(found.values())
-    claim = Claim(f"{sentence}: {worst:.2%} at most, {len(found)} series", "PASS", found)
+        return f"; it grew in {', '.join(grown)}", False, {name: found[name] for name in grown}
     rows = table.labelled(df)
     rows = rows[(rows["x_name"] == "tokens") & (rows["steps"] >= FLAT_STEPS)]
     series = {"metric": ["memory_growth"], "mode": ["device", "host"]}
-    return claim.over(lost + metrics.unmeasured(rows, table.POINT, of=series))
+    lost += metrics.unmeasured(rows, table.POINT, of=series)
+    return f"{max(found.values()):.2%} at most, {len(found)} series", True, found, lost
 
 
-def backends_learn_alike(df: pandas.DataFrame) -> Claim:
+def _curves(df: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
+    """Loss curves of NSA's backends."""
+    losses = table.losses(df)
+    return {n: losses.loc[n] for n in losses.index.unique("backend") if not n.startswith("dense")}
+
+
+@claim(
+    lambda df: (
+        f"the loss curves of {', '.join(_curves(df)) or 'NSA backends'} lie within their "
+        "seeds' spread"
+    )
+)
+def backends_learn_alike(df: pandas.DataFrame):
     """Claim that backends with equal batches and weights differ less than seeds. Two seeds' curves
     cross, and would have no spread there. So a step's spread is the root mean square over the
     tenth of the run around it."""
-    losses = table.losses(df)
-    curves = {n: losses.loc[n] for n in losses.index.unique("backend") if not n.startswith("dense")}
-    sentence = (
-        f"the loss curves of {', '.join(curves) or 'NSA backends'} lie within their seeds' spread"
-    )
+    curves = _curves(df)
     seeds = {name: len(mine) for name, mine in curves.items()}
     if len(curves) < 2 or min(seeds.values()) < 2:
         why = "two backends with two seeds each are needed"
         cells = table.cells(df)
         planned = cells[(cells["variant"] == "curve") & ~cells["backend"].str.startswith("dense")]
         if len(df) and (planned["outcome"] == "ok").all():
-            return Claim.not_here(sentence, why)
-        return Claim.undecided(sentence, why, seeds)
+            raise NotHere(why)
+        raise Undecided(why, seeds)
     broken = [name for name, mine in curves.items() if not np.isfinite(mine.to_numpy()).all()]
     if broken:
-        return Claim(f"{sentence}; not finite: {', '.join(broken)}", "FAIL", broken)
+        return f"; not finite: {', '.join(broken)}", False, broken
     shared = sorted(set.intersection(*(set(mine.index) for mine in curves.values())))  # seeds
     means = pandas.DataFrame({name: mine.loc[shared].mean() for name, mine in curves.items()})
     apart = means.max(axis=1) - means.min(axis=1)
@@ -162,69 +165,36 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
     # fp32 rounding, if equal seeds and data leave no spread at all.
     ratio = apart / spread.clip(lower=1e-6)
     worst = ratio.idxmax()
-    claim = Claim(
-        f"{sentence}: at most {ratio[worst]:.2f} of it, at step {worst:.0f}",
-        verdict_of(ratio[worst] <= 1),
-        {"nats apart": round(float(apart[worst]), 6), "spread": round(float(spread[worst]), 6)},
-    )
-    return claim.over(_lost_losses(df, curves))
+    evidence = {"nats apart": apart[worst], "spread": spread[worst]}
+    evidence = {name: round(float(nats), 6) for name, nats in evidence.items()}
+    found = f"at most {ratio[worst]:.2f} of it, at step {worst:.0f}"
+    return found, ratio[worst] <= 1, evidence, _lost_losses(df, curves)
 
 
-def lessons_are_learnt(lessons: Sequence[dict]) -> Claim:
+@claim(lambda lessons: f"NSA learns {', '.join(r['lesson'] for r in lessons)} and nothing out of "
+                       "its reach")  # fmt: skip
+def lessons_are_learnt(lessons: Sequence[dict]):
     """Claim that tasks in reach are solved, others stay at chance, and no token sees the future."""
     found = {row["lesson"]: row.get("accuracy") or row["outcome"] for row in lessons}
-    sentence = f"NSA learns {', '.join(found)} and nothing out of its reach"
     wrong = [row["lesson"] for row in lessons if not row.get("as_expected", True)]
     lost = [row["lesson"] for row in lessons if row["outcome"] != "ok"]
-    if wrong:
-        return Claim(f"{sentence}; not so: {', '.join(wrong)}", "FAIL", found)
-    if lost:
-        return Claim(f"{sentence}; not finished: {', '.join(lost)}", "INCONCLUSIVE", found)
-    return Claim(sentence, "PASS", found)
+    return f"; not so: {', '.join(wrong)}" * bool(wrong), not wrong, found, lost
 
 
-class NotMeasured(LookupError):
-    """Raised if a run that was to measure an aim could not: INCONCLUSIVE."""
-
-
-class NotHere(LookupError):
-    """Raised if this machine, or a run with these parameters, cannot decide: NOT APPLICABLE."""
-
-
-def _aim(sentence: str):
-    """Decorate a function to return a claim. It returns (finding, True if it suffices, evidence,
-    unmeasured points), or raises NotMeasured or NotHere."""
-
-    def wrap(measured: Callable[[pandas.DataFrame], tuple[str, bool, dict, list[str]]]):
-        @wraps(measured)
-        def claim(df: pandas.DataFrame) -> Claim:
-            try:
-                found, enough, evidence, lost = measured(df)
-            except NotMeasured as why:
-                return Claim.undecided(sentence, str(why))
-            except NotHere as why:
-                return Claim.not_here(sentence, str(why))
-            return Claim(f"{sentence}: {found}", aim_of(enough), evidence).over(lost)
-
-        return claim
-
-    return wrap
-
-
-@_aim(f"{OURS} trains at least {TOKENS_S:,} tokens/s at T {TOKENS}")
+@aim(f"{OURS} trains at least {TOKENS_S:,} tokens/s at T {TOKENS}")
 def is_fast(df: pandas.DataFrame):
     speed = _at(_aimed(df, "tokens_per_second", OURS))
     return f"{speed:,.0f}", speed >= TOKENS_S, {"tokens/s": speed}, []
 
 
-@_aim(f"{OURS}'s step at T {TOKENS} takes at most {TWIN_STEP} of the dense twin's")
+@aim(f"{OURS}'s step at T {TOKENS} takes at most {TWIN_STEP} of the dense twin's")
 def is_near_the_twin(df: pandas.DataFrame):
     ms = {name: _at(_aimed(df, "step_time", name)) for name in (OURS, "dense")}
     ratio = ms[OURS] / ms["dense"]
     return f"{ratio:.3f}", ratio <= TWIN_STEP, ms, []
 
 
-@_aim(f"{OURS} trains faster than the dense twin from T {LONG} on")
+@aim(f"{OURS} trains faster than the dense twin from T {LONG} on")
 def beats_the_twin_when_long(df: pandas.DataFrame):
     """Claim that NSA beats dense at every T >= 16k at which one of them was to be measured."""
     ours, dense = (_aimed(df, "tokens_per_second", name) for name in (OURS, "dense"))
@@ -238,7 +208,7 @@ def beats_the_twin_when_long(df: pandas.DataFrame):
     return f"{ratio.min():.2f} times at least, at T {ratio.idxmin()}", ratio.min() > 1, found, lost
 
 
-@_aim(f"two GPUs train at least {TWO_RANKS} times the tokens/s of one, with DDP")
+@aim(f"two GPUs train at least {TWO_RANKS} times the tokens/s of one, with DDP")
 def two_ranks_pay(df: pandas.DataFrame):
     """Speedup of DDP on two ranks with twice the batch, for every other option."""
     _needs_an_h200(df)
@@ -255,7 +225,7 @@ def two_ranks_pay(df: pandas.DataFrame):
     return f"{least:.3f}", least >= TWO_RANKS, found, lost
 
 
-@_aim(f"with all observers on a step takes at most {WATCHED} of one with none")
+@aim(f"with all observers on a step takes at most {WATCHED} of one with none")
 def watching_costs_little(df: pandas.DataFrame):
     """Cost of all observers relative to the same steps with none, for any backend."""
     _needs_an_h200(df)
@@ -267,7 +237,7 @@ def watching_costs_little(df: pandas.DataFrame):
     return f"{worst:.3f}", worst <= WATCHED, found, metrics.unmeasured(planned, table.POINT)
 
 
-@_aim(f"after {LOSS_STEPS} steps NSA's loss is within {LOSS_SHARE:.0%} of the twin's")
+@aim(f"after {LOSS_STEPS} steps NSA's loss is within {LOSS_SHARE:.0%} of the twin's")
 def learns_as_the_twin(df: pandas.DataFrame):
     """Claim that losses agree over the curves' last tenth; fewer than 500 steps are not enough. NSA
     backends are averaged: they compute the same function, so each is another sample."""
@@ -296,25 +266,21 @@ def _at(line: pandas.Series) -> float:
     if TOKENS not in line:
         raise NotHere(f"T {TOKENS} was not to be measured")
     if not np.isfinite(line[TOKENS]):
-        raise NotMeasured(f"T {TOKENS} has no value")
+        raise Undecided(f"T {TOKENS} has no value")
     return float(line[TOKENS])
 
 
 def _with(rows: pandas.DataFrame, column: str, what: str) -> pandas.DataFrame:
-    """Rows that have a value; NotHere if there are no rows, NotMeasured if none has a value."""
+    """Rows that have a value; NotHere if there are no rows, Undecided if none has a value."""
     if not len(rows):
         raise NotHere(f"{what} was not to be measured in this run")
     if rows[column].isna().all():
-        raise NotMeasured(f"{what} was to be measured and has no value")
+        raise Undecided(f"{what} was to be measured and has no value")
     return rows.dropna(subset=column)
 
 
 def _needs_an_h200(df: pandas.DataFrame) -> None:
-    if not len(df) or table.on_cpu(df):
-        raise NotHere("a CPU's times say nothing about a GPU")
-    gpu = df["device"].iloc[0]
-    if "H200" not in gpu:
-        raise NotHere(f"the aims are for an H200, this is {gpu}")
+    needs_h200(df["device"].iloc[0] if metrics.on_gpu(df) else "", CPU)
 
 
 def _seeds_apart(curves: pandas.DataFrame) -> pandas.Series:
@@ -324,17 +290,15 @@ def _seeds_apart(curves: pandas.DataFrame) -> pandas.Series:
     return (apart**2).rolling(width, min_periods=1, center=True).mean().clip(lower=0) ** 0.5
 
 
-def _none_of(df: pandas.DataFrame, metric: str, sentence: str, it: str, unmeasured: str) -> Claim:
-    """Make the claim that this count is 0 in every cell."""
+def _none_of(df: pandas.DataFrame, metric: str, it: str, unmeasured: str):
+    """Find that this count is 0 in every cell."""
     rows = table.over_tokens(df, metric, variant=None).dropna(subset="median")
     if not len(rows):
-        return Claim(sentence + unmeasured, "INCONCLUSIVE", {})
+        raise Undecided(unmeasured)
     found = {_cell(row): int(row.median) for row in rows.itertuples()}
-    counted = {cell: count for cell, count in found.items() if count}
-    if counted:
-        return Claim(f"{sentence}; {it} {', '.join(counted)}", "FAIL", counted)
-    claim = Claim(f"{sentence}, in {len(found)} cells", "PASS", {"cells": len(found)})
-    return claim.over(_lost(df, metric, "step"))
+    if counted := {cell: count for cell, count in found.items() if count}:
+        return f"; {it} {', '.join(counted)}", False, counted
+    return f", in {len(found)} cells", True, {"cells": len(found)}, _lost(df, metric, "step")
 
 
 def _lost(df: pandas.DataFrame, metric: str, *modes: str) -> list[str]:

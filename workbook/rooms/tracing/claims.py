@@ -5,11 +5,12 @@ from itertools import combinations
 
 from workbook.rooms.tracing import table
 from workbook.rooms.tracing.trials import Traced, Trial
-from workbook.runs.claim import Claim, verdict_of
+from workbook.runs.claim import Claim, Undecided, claim
 
 GRADIENT_LIMIT = {"fp32": 1e-6}  # of a gradient's largest value
 LOSS_LIMIT = {"fp32": 1e-5}
 COARSE = 1e-2  # of other precisions, with more rounding
+UNTRACED = "it was not traced to its end"
 
 
 def all_claims(traced: Traced) -> list[Claim]:
@@ -31,24 +32,27 @@ def all_claims(traced: Traced) -> list[Claim]:
     ]
 
 
-def every_trial_ended(traced: Traced) -> Claim:
+@claim(lambda traced: f"all {len(traced.trials)} trials ended, or were refused, on every rank")
+def every_trial_ended(traced: Traced):
     """Claim that all trials ended or were refused on every rank; else names the first failure."""
     ends = {f"{row['trial']}, rank {row['rank']}": row["status"] for row in traced.outcomes}
     bad = [row for row in traced.outcomes if row["status"] not in ("ok", "refused")]
-    sentence = f"all {len(traced.trials)} trials ended, or were refused, on every rank"
+    if not ends:
+        raise Undecided(UNTRACED)
     if not bad:
-        claim = Claim(sentence, "PASS" if ends else "INCONCLUSIVE", ends)
-        return claim.over(trial.name for trial in traced.trials if not traced.of(trial.name))
+        return "", True, ends, (t.name for t in traced.trials if not traced.of(t.name))
     first = next((row for row in bad if row["first"]), bad[0])
-    where = f"{first['trial']!r}, rank {first['rank']}: {first['status']} at {first['place']}"
-    undecided = all(row["status"] in ("timeout", "oom") for row in bad)
-    return Claim(f"{sentence}; {where}", "INCONCLUSIVE" if undecided else "FAIL", ends)
+    where = f"; {first['trial']!r}, rank {first['rank']}: {first['status']} at {first['place']}"
+    if all(row["status"] in ("timeout", "oom") for row in bad):
+        raise Undecided("it had no time or no memory", ends, where)
+    return where, False, ends
 
 
-def gradients_arrive(traced: Traced, trial: Trial) -> Claim:
+@claim("{trial.name}")
+def gradients_arrive(traced: Traced, trial: Trial):
     """Claim that each expected gradient arrives in every step, in one order on all ranks."""
     if not traced.ended(trial.name):
-        return _undecided(f"{trial.name}: every gradient arrives")
+        raise Undecided(UNTRACED, found="every gradient arrives")
     rows = table.frame(traced, "arrivals", trial.name)
     first = rows[(rows["step"] == 1) & (rows["rank"] == 0)]
     due = int((first["expected"] == "arrived").sum())
@@ -61,72 +65,69 @@ def gradients_arrive(traced: Traced, trial: Trial) -> Claim:
     named = [row["unreachable"] for row in traced.of(trial.name)]
     graph = None in named or all(set(names) == rightly for names in named)
     told = "" if graph else "; the graph before the backward says otherwise"
-    return Claim(
-        f"{trial.name}: a gradient for each of {due} parameters{order}{rest}{told}",
-        verdict_of(due > 0 and not len(wrong) and not len(apart) and graph),
-        {
-            "unexpected": sorted(set(wrong["parameter"]))[:20],
-            "ranks differ": sorted(set(apart["parameter"]))[:20],
-            "file": "arrival_by_rank.csv",
-        },
-    )
+    evidence = {
+        "unexpected": sorted(set(wrong["parameter"]))[:20],
+        "ranks differ": sorted(set(apart["parameter"]))[:20],
+        "file": "arrival_by_rank.csv",
+    }
+    holds = due > 0 and not len(wrong) and not len(apart) and graph
+    return f"a gradient for each of {due} parameters{order}{rest}{told}", holds, evidence
 
 
-def modules_run_in_one_order(traced: Traced) -> Claim:
+@claim("module backwards run in one order on all ranks")
+def modules_run_in_one_order(traced: Traced):
     """Claim that backwards enter modules in the same order on all ranks, in clean trials."""
     clean = [t.name for t in traced.trials if not t.fault and traced.ended(t.name)]
     rows = table.frame(traced, "modules", *clean)
-    sentence = "module backwards run in one order on all ranks"
     if traced.setup.ranks < 2:
-        return _undecided(sentence, "there is one rank")
+        raise Undecided("there is one rank")
     if not clean or not len(rows):
-        return _undecided(sentence)
+        raise Undecided(UNTRACED)
     apart = []
     for (trial, step), mine in rows.sort_values("order").groupby(["trial", "step"], sort=False):
         orders = {tuple(group["module"]) for _, group in mine.groupby("rank")}
         if len(orders) > 1 or mine["rank"].nunique() < traced.setup.ranks:
             apart.append(f"{trial}, step {step}")
-    claim = Claim(
-        f"{sentence}: {rows['module'].nunique()} modules in {rows['trial'].nunique()} trials",
-        verdict_of(not apart),
-        {"ranks differ": apart, "file": "module_order.csv"},
-    )
-    return claim.over(_lost(traced, lambda trial: not trial.fault))
+    found = f"{rows['module'].nunique()} modules in {rows['trial'].nunique()} trials"
+    evidence = {"ranks differ": apart, "file": "module_order.csv"}
+    return found, not apart, evidence, _lost(traced, lambda trial: not trial.fault)
 
 
-def branches_are_different_programs(traced: Traced) -> Claim:
+@claim("each branch alone is another program than all three")
+def branches_are_different_programs(traced: Traced):
     """Claim that forced branches change the loss; else a program is compared with itself."""
     names = ["ddp", *(trial.name for trial in traced.trials if trial.branch and not trial.fault)]
     losses = {name: traced.losses(name)[0] for name in names if traced.losses(name)}
-    sentence = "each branch alone is another program than all three"
     if len(losses) < 2:
-        return _undecided(sentence)
+        raise Undecided(UNTRACED)
     equal = [f"{a} = {b}" for a, b in combinations(losses, 2) if losses[a] == losses[b]]
-    text = f": {', '.join(equal)} in the first loss" if equal else f": {len(losses)} first losses"
-    claim = Claim(sentence + text, verdict_of(not equal), losses)
-    return claim.over(_lost(traced, lambda trial: trial.name in names))
+    found = f"{', '.join(equal)} in the first loss" if equal else f"{len(losses)} first losses"
+    return found, not equal, losses, _lost(traced, lambda trial: trial.name in names)
 
 
-def gradients_are_one_process(traced: Traced) -> Claim:
+@claim(
+    lambda traced: (
+        f"gradients of {traced.setup.ranks} rank{'s' if traced.setup.ranks > 1 else ''} "
+        f"are one process's to {_limit(GRADIENT_LIMIT, traced):g}"
+    )
+)
+def gradients_are_one_process(traced: Traced):
     """Claim that gradients equal one process's for the same rows: same sums, except the mean."""
     rows = table.frame(traced, "gradients")
     ended = [trial.name for trial in traced.trials if traced.ended(trial.name)]
     mine = rows[(rows["way"] == "rows") & rows["trial"].isin(ended)]
-    limit = GRADIENT_LIMIT.get(traced.setup.precision, COARSE)
-    ranks = traced.setup.ranks
-    sentence = f"gradients of {ranks} rank{'s' if ranks > 1 else ''} are one process's to {limit:g}"
     if not len(mine):
-        return _undecided(sentence)
+        raise Undecided(UNTRACED)
     worst = mine["error"].fillna(float("inf")).groupby(mine["trial"], sort=False).max()
+    limit = _limit(GRADIENT_LIMIT, traced)
     bad = [f"{trial} {error:.1g}" for trial, error in worst.items() if not error <= limit]
-    text = f": {', '.join(bad)}" if bad else f" in {', '.join(worst.index)}"
-    claim = Claim(sentence + text, verdict_of(not bad), worst.to_dict())
-    return claim.over(_lost(traced))
+    found = f": {', '.join(bad)}" if bad else f" in {', '.join(worst.index)}"
+    return found, not bad, worst.to_dict(), _lost(traced)
 
 
-def buckets_hold_every_parameter(traced: Traced) -> Claim:
+@claim("the buckets of every step and rank hold each parameter once")
+def buckets_hold_every_parameter(traced: Traced):
     """Claim that bucket traces are complete: they lose no elements, and fire on all ranks."""
-    sentence = "the buckets of every step and rank hold each parameter once"
     totals, wrong = [], []
     for name in (trial.name for trial in _bucketed(traced)):
         parameters = traced.of(name)[0]["parameters"]
@@ -138,14 +139,14 @@ def buckets_hold_every_parameter(traced: Traced) -> Claim:
             if len({tuple(e) for e in by_rank.values()}) > 1 or len(by_rank) < traced.setup.ranks:
                 wrong.append(f"{name}, step {step}: ranks differ")
     if not totals:
-        return _undecided(sentence)
-    found = f"; not {wrong[0]}" if wrong else f": {max(totals):,} elements"
-    evidence = {"wrong": wrong, "file": "ddp_buckets.csv"}
-    claim = Claim(sentence + found, verdict_of(not wrong), evidence)
-    return claim.over(_lost(traced, lambda trial: trial.kind == "ddp"))
+        raise Undecided(UNTRACED)
+    found = f"; not {wrong[0]}" if wrong else f"{max(totals):,} elements"
+    return found, not wrong, {"wrong": wrong, "file": "ddp_buckets.csv"}, _lost(traced, _by_ddp)
 
 
-def buckets_are_cut_anew(traced: Traced) -> Claim:
+@claim("buckets are cut anew after step 1, with a static graph after step 2, and never under "
+       "find_unused_parameters")  # fmt: skip
+def buckets_are_cut_anew(traced: Traced):
     """Claim that buckets are rebuilt after step 1 (static 2), never with find_unused_parameters."""
     found, wrong = {}, []
     for trial in _bucketed(traced):
@@ -155,50 +156,43 @@ def buckets_are_cut_anew(traced: Traced) -> Claim:
         due = [] if trial.find_unused else [3] if trial.static_graph else [2]
         if found[trial.name] != due:
             wrong.append(trial.name)
-    sentence = (
-        "buckets are cut anew after step 1, with a static graph after step 2, and never under "
-        "find_unused_parameters"
-    )
     if "ddp" not in found:
-        return _undecided(sentence)
+        raise Undecided(UNTRACED)
     plain = [e for ranks in table.layouts(traced, "ddp").values() for e in ranks.values()]
     if all(len(elements) == 1 for elements in plain):
-        return Claim(f"{sentence}: not seen, all fits into one bucket", "INCONCLUSIVE", found)
-    claim = Claim(
-        sentence + (f"; not so: {', '.join(wrong)}" if wrong else ""),
-        verdict_of(not wrong),
-        {"new buckets from step": found, "file": "ddp_buckets.csv"},
-    )
-    return claim.over(_lost(traced, lambda trial: trial.kind == "ddp"))
+        raise Undecided("all fits into one bucket", found)
+    told = f"; not so: {', '.join(wrong)}" * bool(wrong)
+    evidence = {"new buckets from step": found, "file": "ddp_buckets.csv"}
+    return told, not wrong, evidence, _lost(traced, _by_ddp)
 
 
-def static_graph_trains_the_same(traced: Traced) -> Claim:
+@claim("a static graph trains the same as DDP without it")
+def static_graph_trains_the_same(traced: Traced):
     """Claim that a static graph has the same losses in all steps, so the same updates before."""
-    sentence = "a static graph trains the same as DDP without it"
     plain, static = traced.losses("ddp"), traced.losses("static graph")
     if not plain or not static:
-        return _undecided(sentence)
-    limit = LOSS_LIMIT.get(traced.setup.precision, COARSE)
+        raise Undecided(UNTRACED)
+    limit = _limit(LOSS_LIMIT, traced)
     apart = max(abs(a - b) / abs(a) for a, b in zip(plain, static, strict=True))
-    said = f"{sentence}: losses of {len(plain)} steps to {limit:g}"
-    return Claim(said, verdict_of(apart <= limit), {"ddp": plain, "static graph": static})
+    evidence = {"ddp": plain, "static graph": static}
+    return f"losses of {len(plain)} steps to {limit:g}", apart <= limit, evidence
 
 
-def contradiction_is_refused(traced: Traced) -> Claim:
+@claim("static_graph with find_unused_parameters is refused, with the reason")
+def contradiction_is_refused(traced: Traced):
     """Claim that both options together are refused; torch warns and ignores the second."""
     rows = traced.of("static graph + find unused")
-    sentence = "static_graph with find_unused_parameters is refused, with the reason"
     if not rows or {row["status"] for row in rows} - {"ok", "refused"}:
-        return _undecided(sentence)
+        raise Undecided(UNTRACED)
     refused = all(row["status"] == "refused" and row["message"] for row in rows)
-    return Claim(sentence, verdict_of(refused), {"message": rows[0]["message"]})
+    return "", refused, {"message": rows[0]["message"]}
 
 
-def fault_is_named(traced: Traced, trial: Trial) -> Claim:
+@claim("planted {trial.fault!r} is named by the arrival lists")
+def fault_is_named(traced: Traced, trial: Trial):
     """Claim that evidence names exactly the spoilt parameters on spoilt ranks, in every step."""
-    sentence = f"planted {trial.fault!r} is named by the arrival lists"
     if not traced.ended(trial.name):
-        return _undecided(sentence)
+        raise Undecided(UNTRACED)
     state = "zero" if trial.fault == "gate x 0" else "missing"
     ranks = range(traced.setup.ranks)
     due = {(r, name, state) for r in ranks for name in table.planted_in(traced, trial, r)}
@@ -208,29 +202,27 @@ def fault_is_named(traced: Traced, trial: Trial) -> Claim:
         named[row.step].add((row.rank, row.parameter, row.state))
     where = sorted({rank for rank, _, _ in due})
     on = "every rank" if len(where) == len(ranks) else f"rank {where[0]} alone"
-    return Claim(
-        f"{sentence}: {len({name for _, name, _ in due})} parameters {state} on {on}",
-        verdict_of(bool(named) and all(seen == due for seen in named.values())),
-        {
-            "planted": sorted(str((rank, name)) for rank, name, _ in due),
-            "named": sorted(str((rank, name)) for rank, name, _ in named.get(1, ())),
-        },
-    )
+    found = f"{len({name for _, name, _ in due})} parameters {state} on {on}"
+    evidence = {
+        "planted": sorted(str((rank, name)) for rank, name, _ in due),
+        "named": sorted(str((rank, name)) for rank, name, _ in named.get(1, ())),
+    }
+    return found, bool(named) and all(seen == due for seen in named.values()), evidence
 
 
-def only_arrivals_tell(traced: Traced) -> Claim:
+@claim("nothing but the arrival lists shows a rank's own branch: no error, equal weights")
+def only_arrivals_tell(traced: Traced):
     """Claim that only arrivals show a rank's own branch: nothing raises, all weights stay equal."""
     name = "rank branch"
-    sentence = "nothing but the arrival lists shows a rank's own branch: no error, equal weights"
     if traced.setup.ranks < 2:
-        return _undecided(sentence, "there is one rank")
+        raise Undecided("there is one rank")
     if not traced.ended(name):
-        return _undecided(sentence)
+        raise Undecided(UNTRACED)
     rows = traced.of(name)
     same = table.by_rank(table.frame(traced, "arrivals", name))["same"]
     weights = sorted({row["weights"] for row in rows})
     holds = len(weights) == 1 and not same.all()
-    return Claim(f"{sentence} on {len(rows)} ranks", verdict_of(holds), {"weights": weights})
+    return f" on {len(rows)} ranks", holds, {"weights": weights}
 
 
 def _bucketed(traced: Traced) -> list[Trial]:
@@ -238,11 +230,15 @@ def _bucketed(traced: Traced) -> list[Trial]:
     return [t for t in traced.trials if t.kind == "ddp" and traced.ended(t.name)]
 
 
+def _limit(limits: dict[str, float], traced: Traced) -> float:
+    return limits.get(traced.setup.precision, COARSE)
+
+
+def _by_ddp(trial: Trial) -> bool:
+    return trial.kind == "ddp"
+
+
 def _lost(traced: Traced, which: Callable[[Trial], bool] = lambda trial: True) -> list[str]:
     """Selected trials that neither trained to their end nor were refused."""
     lost = [t.name for t in traced.trials if which(t) and not traced.ended(t.name)]
     return [n for n in lost if {row["status"] for row in traced.of(n)} != {"refused"}]
-
-
-def _undecided(sentence: str, why: str = "it was not traced to its end") -> Claim:
-    return Claim.undecided(sentence, why)
