@@ -171,10 +171,10 @@ def tracing(df, folder, of):
 
 
 def settlement(df, folder, of):
-    here = room("case_study.settlement", "facts", "plots", "sources", "table")
+    here = room("case_study.settlement", "claims", "plots", "table")
     plots, table = here.plots, here.table
-    quoted = here.facts.all_facts(here.sources.sources({}))
-    now = [{"fact": f.name, "holds": f.holds} for f in here.facts.of_kind(quoted, "table").values()]
+    facts = here.claims.all_facts(folder).values()
+    now = [{"fact": fact.name, "holds": fact.holds} for fact in facts if fact.kind == "table"]
     return {
         "tables": {
             "metrics": df,

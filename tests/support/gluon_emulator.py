@@ -8,6 +8,7 @@ kernel hangs and this says so. Layouts, registers and times are not emulated.
 """
 
 import ast
+import functools
 import inspect
 import random
 import textwrap
@@ -69,7 +70,7 @@ class Pointer:
 
 
 class Descriptor:
-    """What a kernel gets for a TensorDescriptor."""
+    """Stands for a TensorDescriptor in a kernel."""
 
     def __init__(self, given: Any) -> None:
         self.view = given.base.as_strided(given.shape, given.strides)
@@ -345,6 +346,18 @@ class _Rebound(ast.NodeTransformer):
         return ast.Assign([node.target], ast.BinOp(read, node.op, node.value))
 
 
+@functools.cache
+def _source(plain: Callable) -> str:
+    return textwrap.dedent(inspect.getsource(plain))
+
+
+@functools.cache
+def _compiled(source: str, name: str) -> Any:
+    tree = ast.parse(source)
+    tree.body[0].decorator_list = []
+    return compile(ast.fix_missing_locations(_Rebound().visit(tree)), name, "exec")
+
+
 def _emulated(
     function: Any, world: dict[str, Any], made: dict[Any, Any], change: Change
 ) -> Callable:
@@ -352,12 +365,7 @@ def _emulated(
     plain = function.fn
     if plain not in made:
         names = dict(plain.__globals__)
-        tree = ast.parse(change(textwrap.dedent(inspect.getsource(plain))))
-        tree.body[0].decorator_list = []
-        exec(
-            compile(ast.fix_missing_locations(_Rebound().visit(tree)), plain.__name__, "exec"),
-            names,
-        )
+        exec(_compiled(change(_source(plain)), plain.__name__), names)
         made[plain] = names[plain.__name__]
         for name, value in plain.__globals__.items():
             if hasattr(value, "fn") and hasattr(value, "arg_names"):

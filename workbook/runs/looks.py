@@ -78,7 +78,8 @@ def nothing(text: str):
     """Figure with the reason why there is nothing to draw."""
     with figure(1, 0.8) as (fig, (axes,)):
         axes.set_axis_off()
-        axes.text(0.5, 0.5, text, ha="center", va="center")
+        said = textwrap.fill(text, 72)  # outside the layout, which a long word would leave no room
+        axes.text(0.5, 0.5, said, ha="center", va="center", in_layout=False)
     return fig
 
 
@@ -90,8 +91,8 @@ def figure(count: int, height: float, *, same_y: bool = False, names: str = "bel
     with style():
         fig, axes_list = panels(count, height)
         yield fig, axes_list
-        drawn = [axes for axes in axes_list if axes.has_data()] if same_y else []
-        for axes in drawn:
+        drawn = [axes for axes in axes_list if axes.dataLim.y0 <= axes.dataLim.y1]
+        for axes in drawn if same_y else ():
             axes.set_ylim(*_union(*(each.get_ylim() for each in drawn)))
             if axes.get_yscale() == "log":
                 log_axis(axes.yaxis)
@@ -208,7 +209,7 @@ def at_end(axes, x: float, y: float, text: str, colour: str, above: bool = False
     step = 9.0  # points
     while any(abs(level - other) < step for other in taken):
         level -= 1.0
-    axes.annotate(text, (x, y), xytext=(6, level - wanted), va="center", **look)
+    axes.annotate(text, (x, y), xytext=(6, round(level - wanted)), va="center", **look)
 
 
 def _height(axes, y: float) -> float:
@@ -262,6 +263,8 @@ def log_axis(axis) -> None:
     axes, name = axis.axes, axis.axis_name
     getattr(axes, f"set_{name}scale")("log")
     low, high = getattr(axes, f"get_{name}lim")()
+    if low <= 0:  # there is nothing but failures, and it could not be drawn
+        low, high = getattr(axes, f"set_{name}lim")(1, 10)
     if high < 4 * low:
         middle = (low * high) ** 0.5
         getattr(axes, f"set_{name}lim")(middle / 2, 2 * middle)

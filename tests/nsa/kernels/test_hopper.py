@@ -19,7 +19,7 @@ from nsa.config import NSAConfig
 from nsa.kernels.hopper import first_use, launches
 from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import selected_forward
-from nsa.kernels.selected_plan import kept_plan, layout_of, plan
+from nsa.kernels.selected_plan import Plan, kept_plan, layout_of, plan
 from nsa.kernels.sequences import Axis, dense
 from nsa.kernels.span_fwd import span_forward
 from nsa.kernels.topk import select_blocks
@@ -42,7 +42,7 @@ CASES = [
 # Tiles of 16, 5, 4 and 1 tokens; a last one that is not full; tokens that selected nothing.
 OF_BLOCKS = {"select_block": 64, "dim": 64, "value_dim": 64, "dtype": "fp16"}
 CHOSEN = [
-    Chosen((300,), group=4, kv_heads=2, slots=3, **OF_BLOCKS),
+    Chosen((200,), group=4, kv_heads=2, slots=3, **OF_BLOCKS),
     Chosen((140, 140), group=12, slots=4, **OF_BLOCKS),
     Chosen((200,), group=16, slots=2, **OF_BLOCKS | {"dim": 128, "value_dim": 128}),
     Chosen((70,), group=64, slots=1, gated=False, **OF_BLOCKS),
@@ -58,7 +58,14 @@ SCORED = [
     ((1, 532), NSAConfig(4, 1, 4, 16, window=6), 8, 1),
     ((2, 12), FINE, 2, 1),
 ]
-FEW = Chosen((230,), group=4, slots=3, **OF_BLOCKS)  # of one head
+FEW = Chosen((150,), group=4, slots=3, **OF_BLOCKS)  # of one head
+
+
+def plan_of(case: Chosen, given: dict) -> Plan:
+    """The plan of these blocks, made once: it is by Triton's kernels, whatever runs then."""
+    if "plan" not in given:
+        given["plan"] = plan(given["blocks"], case.sequences(), case.group)
+    return given["plan"]
 
 
 def selected(case: Chosen, given: dict, **options) -> dict[str, torch.Tensor]:
@@ -67,7 +74,7 @@ def selected(case: Chosen, given: dict, **options) -> dict[str, torch.Tensor]:
     base and out, as of `selected_forward`, are of the forward alone.
     """
     sequences, q, k, v = case.sequences(), given["q"], given["k"], given["v"]
-    planned = plan(given["blocks"], sequences, case.group)
+    planned = plan_of(case, given)
     gates, by, scale = given.get("gates"), options.pop("specialized", True), case.dim**-0.5
     sink2, _ = with_sinks(given, q.new_empty(0))
     o, lse2 = selected_forward(
@@ -80,7 +87,7 @@ def selected(case: Chosen, given: dict, **options) -> dict[str, torch.Tensor]:
 def selected_backward(case: Chosen, given: dict, o, lse2, by=True) -> dict[str, torch.Tensor]:
     """dq and delta alone, by what a forward left."""
     sequences, (q, k, v, do) = case.sequences(), (given[name] for name in ("q", "k", "v", "do"))
-    planned = plan(given["blocks"], sequences, case.group)
+    planned = plan_of(case, given)
     _, rows = with_sinks(given, lse2)
     backward = q, k, v, do, rows.lse2, given.get("gates"), BRANCH, planned, sequences
     dq, delta = selected_dq(*backward, case.dim**-0.5, o=o, kept=rows.kept, specialized=by)
@@ -88,7 +95,7 @@ def selected_backward(case: Chosen, given: dict, o, lse2, by=True) -> dict[str, 
 
 
 def scored(sizes: tuple, config: NSAConfig, group: int, kv_heads: int, number: int = 0) -> tuple:
-    """What `select_blocks` takes."""
+    """Arguments of `select_blocks`."""
     sequences, scale = dense(*sizes, config), 0.125
     dtype = torch.float16 if number % 2 else torch.bfloat16
     generator = torch.Generator(DEVICE).manual_seed(number)
@@ -168,7 +175,7 @@ def test_queries_at_an_offset_come_out_as_by_tritons_kernels(run, number, start)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("number", "start"), [(0, 170), (1, 61), (2, 70), (4, 5)])
+@pytest.mark.parametrize(("number", "start"), [(0, 130), (1, 61), (2, 70), (4, 5)])
 def test_selected_blocks_of_queries_at_an_offset_are_attended_to_as_by_triton(run, number, start):
     run(seed=number)
     with torch.device(DEVICE):

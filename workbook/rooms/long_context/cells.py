@@ -115,8 +115,8 @@ def rank_bytes(cell: Cell) -> dict[str, int]:
     The forward's peak is at its end: what each call keeps, see `_kept`, and with "gather" the
     outputs of its two chunks beside the whole, and all keys and values; with "ulysses" q, k, v,
     gates and o by heads, and o once more as it is sent. The backward's is inside the tail chunk's
-    call, see `_during`, or where "gather" adds the gradients of all keys and values in fp32: four
-    times their numbers, in the order of the sequence, side by side, and twice by ranks. With
+    call, see `_during`, or where "gather" adds the gradients of all keys and values in fp32, by
+    ranks, and receives as many. With
     `heads_at_once` its backward is left out.
     """
     shape, size = cell.shape, cell.shape.torch_dtype.itemsize
@@ -141,7 +141,7 @@ def rank_bytes(cell: Cell) -> dict[str, int]:
     if cell.heads_at_once is not None:
         return {"forward": forward + o}
     seen = (whole + compressed) * (2 * cell.ranks + 1) // (2 * cell.ranks)  # by head and tail
-    adding = seen + 4 * whole // size * WIDE - whole // cell.ranks
+    adding = seen + 2 * whole // size * WIDE - whole // cell.ranks
     return {"forward": forward, "backward": max(held + _during(chunk, shape) - outputs, adding)}
 
 

@@ -10,6 +10,7 @@ from workbook.runs.looks import GREY
 from workbook.runs.scaling import local_exponents
 
 MIB_PER_GIB = 1024
+BESIDE = "Beside the case study"
 CARDS = {"H100": "an H100 of 80 GB", "H200": "an H200 of 141 GB"}
 Line = tuple[Sequence[float], Sequence[float]]  # tokens, MiB
 Curves = Mapping[str, Line | Mapping[str, Line]]
@@ -34,13 +35,15 @@ def scaling(
         here = [] if squeezed else reported
         wanted.append((f"Peak memory: {model}", frame, predicted, here))
         if squeezed:
-            wanted.append(("Beside the case study", frame, [], reported))
-    with looks.figure(len(wanted), 3.9, same_y=True, names="at ends") as (fig, panels):
+            wanted.append((BESIDE, frame, [], reported))
+    alike = not any(title == BESIDE for title, *_ in wanted)
+    with looks.figure(len(wanted), 3.9, same_y=alike, names="at ends") as (fig, panels):
         for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
             for backend, line in looks.backends(frame):
                 good = line[line["median"].notna()]
                 look = looks.line(backend) | {"zorder": 3}
-                axes.plot(good["x_value"], good["median"] / scale, **look)
+                if len(good):
+                    axes.plot(good["x_value"], good["median"] / scale, **look)
             for label, (tokens, mib) in predicted:
                 look = {"color": looks.look(label)[0], "label": f"predicted: {label}", "lw": 1.1}
                 axes.plot(tokens, np.asarray(mib, float) / scale, "--", **look)
@@ -74,7 +77,9 @@ def headline(df, *, note: str = ""):
             gib = gpu_named(name).total / 2**30
             axes.axhline(gib, color="#9a9a9a", lw=1.0, ls="--", zorder=0)
             said = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": GREY}
-            axes.annotate(f"{CARDS[name]}: {gib:.0f} GiB", (0.005, gib), va="bottom", **said)
+            # Between the lines that end early on the left and those that reach it on the right.
+            said |= {"ha": "center", "va": "bottom"}
+            axes.annotate(f"{CARDS[name]}: {gib:.0f} GiB", (0.45, gib), **said)
         for backend, line in looks.backends(frame):
             good = line[line["median"].notna()]
             style = looks.line(backend) | {"zorder": 3}
@@ -144,7 +149,8 @@ def categories(df, tokens: int | None = None):
                 axes.bar(table.index, held, bottom=below, **look)
                 below += held.to_numpy()
             for place, total in enumerate(below):
-                axes.text(place, total, f"{total:.2g}", ha="center", va="bottom", fontsize=8)
+                said = f"{total:.0f}" if total >= 10 else f"{total:.2g}"
+                axes.text(place, total, said, ha="center", va="bottom", fontsize=8)
             axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.08 * below.max() or 1))
             looks.title(axes, f"Peak by category: {model}, T {looks.length(at)}")
             axes.grid(False, axis="x")

@@ -196,7 +196,7 @@ def test_ranks_that_run_compiled_are_held_against_one_that_does():
     told = claims.two_ranks_pay(df)
     assert told.verdict == MISSED
     assert told.evidence == {"T 2048": 2.222, "T 2048 compile": 1.75}
-    assert len(plots.scaling(df).axes[0].get_lines()) == 3
+    assert len(plots.scaling(df).axes[0].patches) == 2
 
 
 def test_where_no_cell_ran_the_tables_behind_figures_are_empty_and_curves_go_on():

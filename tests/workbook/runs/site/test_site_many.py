@@ -10,6 +10,7 @@ from workbook.runs.files import write_json
 from workbook.runs.site import build, data, pages
 
 pytest.importorskip("jinja2")
+pytestmark = pytest.mark.processes  # git tells the age of commits
 
 
 def collected(root, *folders):
