@@ -179,11 +179,11 @@ def test_tools_that_read_dumps_find_nothing_in_a_healthy_program(tmp_path, monke
 
 
 def ran(program, form, folder, seconds):
-    """(exit code or None, marks) of a run that ended, or hung for two seconds."""
+    """(exit code or None, marks) of a run that ended, or hung for a second."""
     run = Run(program.command(form), folder, {"HANGS_SCALE": "0.02"})
     try:
         end = time.monotonic() + seconds
-        while run.look() is None and time.monotonic() < min(end, run.marks.get("fault", end) + 2):
+        while run.look() is None and time.monotonic() < min(end, run.marks.get("fault", end) + 1):
             time.sleep(0.1)
         return run.look(), set(run.marks)
     finally:

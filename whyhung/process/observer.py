@@ -100,8 +100,10 @@ class Observer:
         if self._withdrawn():
             self._looks, self.verdict = 0, None
         if self._due():
+            ranks = self._live.keys()
             self.look()
-            self._report()
+            if ranks <= self._live.keys():  # else one ended meanwhile: the next look tells why
+                self._report()
         self._next = self.t + EVERY_S
         return True
 

@@ -30,7 +30,7 @@ from whyhung.process.nodes import Nodes
 from whyhung.process.observer import Observer
 from whyhung.process.reports import Reports
 from whyhung.verdict import judge
-from whyhung.verdict.standing import cut_short, standing
+from whyhung.verdict.rests import cut_short, standing
 from whyhung.watch import devices, inside, layout
 from whyhung.watch.evidence import End, Evidence
 

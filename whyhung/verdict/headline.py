@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from whyhung.verdict.picture import NOBODY, TIMED, WIDTH, clipped, picture, seconds
+from whyhung.verdict.rests import cut_short
 from whyhung.verdict.rules import Verdict
-from whyhung.verdict.standing import cut_short
 from whyhung.watch.evidence import Evidence
 
 # Wording for a job that was only looked at: its activity, rather than its lateness.

@@ -1,4 +1,5 @@
-"""Ranks whose progress rests, since when, and the description of one that stands still."""
+"""Ranks whose progress rests, since when, and the description of one that stands still; and the
+reports of that in evidence.reports."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 from whyhung.watch.evidence import OUTSIDE, Evidence, P, Sample, at_last_p
 
 WAIT_S = 17.0  # how long all must be quiet before a wait is reported as a stall
+BY = "ended by "  # prefix of the message of an End by a signal
 OWN_GAPS = 2.0  # or so many times the longest rest of the run so far, if that is longer
 GONE_S = 2.0
 
@@ -72,3 +74,15 @@ def bound_s(rest: Rest, least_s: float = 0.0) -> float:
     if rest.wait_s is not None:
         return rest.wait_s
     return max(WAIT_S, OWN_GAPS * rest.longest, least_s)
+
+
+def standing(evidence: Evidence) -> dict[str, Any] | None:
+    """Return the last report that was not withdrawn; None if there is none."""
+    return next((r for r in reversed(evidence.reports) if r["withdrawn"] is None), None)
+
+
+def cut_short(evidence: Evidence) -> str:
+    """Return the signal that ended it while a report stood, "ended by you (SIGINT)"; else ""."""
+    end = evidence.end
+    by_signal = end is not None and end.message.startswith(BY)
+    return end.message if by_signal and standing(evidence) else ""

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from whyhung.verdict.collectives import unlike
+from whyhung.verdict.graph import untimed
 from whyhung.verdict.idle import idle
 from whyhung.verdict.pace import moves, pace
-from whyhung.verdict.rests import Rest, bound_s, rests
+from whyhung.verdict.rests import Rest, bound_s, cut_short, rests, standing
 from whyhung.verdict.stalls import Stall, named, place_of, stall
-from whyhung.verdict.standing import cut_short, remembered, standing, without_timers
 from whyhung.watch.evidence import OUTSIDE, Evidence
 
 KINDS = (
@@ -119,7 +119,12 @@ def _cut_short(evidence: Evidence) -> Verdict | None:
         return None
     found, told = _stands(evidence), standing(evidence)
     if found is None or found.label != told["label"]:  # changes by the signal were seen, too
-        found = Verdict(place=named(told["line"]), **remembered(told))
+        kind, _, what = told["label"].partition(":")
+        names = "rank", "rested_s", "where", "left_s"
+        numbers = {name: told[name] for name in names if told.get(name) is not None}
+        because, line = told.get("because", ()), told["line"]
+        rule = "as it was told before it was ended"
+        found = Verdict(kind, what, rule, because, named(line), numbers, line=line)
     return replace(found, because=(*found.because, evidence.end.message))
 
 
@@ -219,8 +224,9 @@ def _stands(evidence: Evidence) -> Verdict | None:
         return None
     rest, (kind, rule) = found.rest, _STATES[found.state]
     because, edges = [*found.because, *_rested(rest)], found.edges
-    if kind == "HANG":
-        because, edges = without_timers(because, edges)
+    if kind == "HANG":  # in a wait that can never end a timer only polls again
+        because = [untimed(one) for one in because]
+        edges = [{**edge, "text": untimed(edge["text"])} for edge in edges]
     quiet = found.state in ("waiting", "timer")
     if quiet and (asked := idle(evidence.snapshots[-1].of(rest.rank), rest.p)):
         because.insert(0, f"rank {rest.rank} {asked}")

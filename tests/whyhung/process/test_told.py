@@ -2,14 +2,18 @@
 
 import json
 import threading
+import time
 
 import pytest
+from processes import python
 
+from whyhung.process.observer import Counted, Observer
 from whyhung.process.reports import Reports
 from whyhung.process.runner import Spec, run
 from whyhung.process.told import SLOW_S, Told
 from whyhung.verdict import Verdict, judge
 from whyhung.verdict.headline import headline
+from whyhung.watch import kernel
 from whyhung.watch.evidence import End, Evidence
 
 LINE = "eval.py:12 evaluate"
@@ -126,3 +130,24 @@ def test_what_nothing_counts_is_told_as_slow_and_accused_of_nothing(name, tmp_pa
     assert came[1]["rested_s"] >= 8.0 and "spells.py" in came[0]["headline"]
     assert evidence.last().step == 2
     assert [r["label"] for r in evidence.reports if r["withdrawn"] is None] == ["SLOW:uncounted"]
+
+
+@pytest.mark.processes
+def test_a_look_at_a_process_that_ends_meanwhile_accuses_nobody(monkeypatch):
+    came, plain, evidence = [], kernel.snapshot, Evidence(stall_s=0.1, wait_s=0.1)
+    with python("import threading\nlock = threading.Lock()\nwith lock, lock: pass") as process:
+
+        def snapshot(*given):
+            taken = plain(*given)
+            if len(evidence.snapshots) == 2:  # enough looks for a verdict, with this one
+                process.kill()
+                process.wait()
+            return taken
+
+        monkeypatch.setattr(kernel, "snapshot", snapshot)
+        ranks, end = {0: Counted(process.pid)}, time.monotonic() + 60
+        observer = Observer(evidence, lambda: ranks, tell=came.append, works=False)
+        while len(evidence.snapshots) < 3 and time.monotonic() < end:
+            observer.step()
+            time.sleep(0.02)
+    assert came == [] and len(evidence.snapshots) == 3

@@ -112,17 +112,18 @@ class Run:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.kill(pid, signal.SIGTERM)
                 self.process.wait(patience)
-        for attempt in range(60):
+        begun = time.monotonic()
+        while (waited := time.monotonic() - begun) < 30:
             members = self.family()
             if not members:
                 break
             for pid in members:
                 spared = any(name in text(f"/proc/{pid}/cmdline") for name in LAST_TO_END)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    if attempt > 3 or not spared:
+                    if waited > 2 or not spared:
                         os.kill(pid, signal.SIGKILL)
             self.process.poll()
-            time.sleep(0.5)
+            time.sleep(0.05)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)  # a zombie belongs to no family, but is ours to collect
         shutil.rmtree(self.place, ignore_errors=True)
