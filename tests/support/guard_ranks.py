@@ -1,6 +1,6 @@
-"""What test_guards.py runs on every rank: trainings that one rank alone has a reason to end.
+"""Work of each rank in test_guards.py: trainings that one rank alone has a reason to end.
 
-`torchrun guard_ranks.py FOLDER BACKEND` leaves FOLDER/rank<r>.json: {name: what became of it}.
+`guard_ranks.py FOLDER BACKEND`, as ranks, leaves FOLDER/rank<r>.json: {name: what became of it}.
 """
 
 import json
