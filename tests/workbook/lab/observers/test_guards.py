@@ -281,7 +281,9 @@ def test_what_one_rank_alone_sees_ends_all_after_the_same_step_with_its_cause(ra
         assert first["left out"] == second["left out"] == 1
         assert "stop" not in first and first["steps done"] == second["steps done"]
         return
-    assert first["stop"] == second["stop"] and max(first["seconds"], second["seconds"]) < 10
+    assert first["stop"] == second["stop"]
+    # Nobody waited for a rank that had ended, however busy the machine is.
+    assert max(first["seconds"], second["seconds"]) < guard_ranks.TIMEOUT_S
     assert (first["stop"]["step"], first["stop"]["reason"]) == (bad, "non_finite")
     assert "on rank 1" in first["stop"]["message"]
     losses = [cause["loss"] for cause in first["stop"]["causes"]]
