@@ -1,4 +1,4 @@
-"""What a committed run or a document names can be opened in a checkout that has nothing else."""
+"""Runs and trials that a committed run or a document names can be opened in a plain checkout."""
 
 import re
 
