@@ -13,7 +13,7 @@ NOTEBOOKS = $(or $(shell git ls-files 'notebooks/*.ipynb' 2>/dev/null),$(wildcar
 # Where nbval finds them and the committed runs, as a fresh clone has both.
 STAGED := build/staged
 # Notebooks that take more than half a minute, which `make test` leaves to `make test-all`.
-LONG = $(foreach number,00 01 03 04 06 07 09 13,$(filter notebooks/$(number)_%,$(NOTEBOOKS)))
+LONG = $(foreach number,00 01 03 04 06 07 09 12 13,$(filter notebooks/$(number)_%,$(NOTEBOOKS)))
 # The project's own pytest options belong to tests/: shape checks stay out of the notebooks' kernels.
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=1200 \
 	--nbval-sanitize-with tests/support/nbval.cfg -p no:cacheprovider -o addopts=""
@@ -63,6 +63,8 @@ $(READY): pyproject.toml setup.py constraints.txt
 	@touch $@
 
 run: $(READY)
+	@echo "the notebook $(NOTEBOOK) is executed into runs/; each case is measured in a process of its own:"
+	@echo "the bar counts them and says how long the rest will take, once the first is measured"
 	@$(BIN)/nsa run $(NOTEBOOK)
 
 site: $(READY)

@@ -7,7 +7,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from nsa.attention import cached, witness
+from nsa.attention import cached, prefix, witness
 from nsa.attention.api import nsa_attention
 from nsa.attention.backends import triton
 from nsa.attention.cache import NAMES, LayerCache
@@ -152,7 +152,8 @@ def _on_torch(attend: Callable[[cached.Step, Note], dict[str, Tensor]]):
     def run(call: Call, note: Note) -> Tensor:
         recent = call.recent()
         call.append()
-        step = cached.Step(call.q, call.cache, recent, call.scale, call.counts, call.sinks)
+        q = call.without_rows_behind(call.q)
+        step = cached.Step(q, call.cache, recent, call.scale, call.counts, call.sinks)
         o = combine(call.gates, attend(step, note)).to(call.q.dtype)
         return call.without_rows_behind(o)
 
@@ -180,6 +181,12 @@ def _why_not_forward(call: Call) -> list[str]:
     if call.cache.places.bound():
         return ["needs an empty cache, and a length that no CUDA graph changes"]
     return []
+
+
+def _why_not_prefix(call: Call) -> list[str]:
+    places = call.cache.places
+    unread = places.capturing or torch.compiler.is_compiling()
+    return prefix.why_not(call.cache.shape.branches, unread)
 
 
 def _triton(call: Call, note: Note) -> Tensor:
@@ -221,6 +228,9 @@ class Backend:
 _BACKENDS = {
     "triton": Backend(_triton, "our kernels: a few launches, up to 16 tokens", _why_not_triton),
     "forward": Backend(_forward, "nsa_attention on an empty cache", _why_not_forward),
+    "prefix": Backend(
+        _on_torch(prefix.prefix), "nsa_attention behind what the cache holds", _why_not_prefix
+    ),
     "gather": Backend(_on_torch(cached.gather), "torch: gathers each query's own keys"),
     "masked": Backend(_on_torch(cached.masked), "torch: all keys under a mask"),
     "reference": Backend(_reference, "the definition, sequence by sequence"),
@@ -238,9 +248,11 @@ def _choose(name: str, call: Call) -> tuple[str, dict[str, list[str]]]:
     declined = {
         "triton": _why_not_triton(call) if call.q.is_cuda else slow,
         "forward": _why_not_forward(call),
+        "prefix": _why_not_prefix(call),
     }
     if call.new <= call.cache.shape.slack:
-        declined["forward"].append("for prompts longer than the cache's slack")
+        for name in ("forward", "prefix"):
+            declined[name].append("for prompts longer than the cache's slack")
     name = next((name for name, reasons in declined.items() if not reasons), "gather")
     before = list(_BACKENDS)[: list(_BACKENDS).index(name)]
     return name, {one: declined[one] for one in before}

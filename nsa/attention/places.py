@@ -167,12 +167,12 @@ class Places:
     def bound(self, new: int = 0) -> int:
         """Upper bound on a sequence's tokens after `new` more; the capacity in a CUDA graph."""
         full = self.shape.capacity
-        return full if self._capturing() else min(self.longest + new, full)
+        return full if self.capturing else min(self.longest + new, full)
 
     @property
     def stale(self) -> bool:
         """True if there may be nonzero values behind a sequence's end."""
-        return self._stale or self._capturing()
+        return self._stale or self.capturing
 
     def room(self, new: int, counts: Tensor | None = None) -> None:
         """ValueError unless `new` tokens (or counts [B] of them) fit every sequence.
@@ -182,7 +182,7 @@ class Places:
         full = self.shape.capacity
         if self.longest + new <= full:
             return
-        if not self._capturing():
+        if not self.capturing:
             self.longest = int(self.lengths.max())
             more = new if counts is None else counts.clamp(0, new)
             if int((self.lengths + more).max()) <= full:
@@ -340,7 +340,9 @@ class Places:
                 if uses[page] > 1:
                     raise ValueError(f"page {page} of sequence {b} is held twice and written to")
 
-    def _capturing(self) -> bool:
+    @property
+    def capturing(self) -> bool:
+        """True while a CUDA graph is captured on this device."""
         return self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

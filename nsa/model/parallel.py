@@ -25,6 +25,7 @@ from nsa.spelling import choice
 
 KINDS = ("none", "ddp", "fsdp")
 COMM_HOOKS = ("none", "bf16")
+GATHERED = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Parallel:
     bucket_mb: float | int = 25
     gradient_as_bucket_view: bool = True  # False: gradients are stored twice
     comm_hook: str = "none"  # "bf16": gradients are averaged in bf16, half the bytes are sent
+    fsdp_blocks: int = 1  # neighbouring blocks that are gathered by one collective
+    fsdp_reshard: bool = True  # False: gathered weights are kept from the forward to the backward
+    fsdp_gather: str = "fp32"  # "bf16": linear weights are gathered in bf16, half the bytes
     cp: int = 1  # ranks that share each sequence
     cp_method: str = "gather"  # or "ulysses", see nsa.parallel.mesh
     joined: bool = True  # by `start`, so that `close` leaves the process group
@@ -48,7 +52,9 @@ class Parallel:
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap a model that is on its device; FSDP2 changes it in place.
 
-        FSDP2 shards every block and then the rest, so that one block at a time is gathered. Create
+        FSDP2 shards every `fsdp_blocks` blocks and then the rest, so that so many at a time are
+        gathered. With fsdp_gather="bf16" these are the blocks' linear weights alone; what is small
+        is gathered with the rest, in fp32, and autocast computes the same bits as before. Create
         the optimizer afterwards, from the model's parameters, since FSDP2 replaces them. With `cp`
         a mesh ("dp", "cp") of all ranks is made, and the model shares sequences over its "cp"; its
         gradients are reduced over both dimensions.
@@ -68,15 +74,24 @@ class Parallel:
             if self.comm_hook == "bf16":
                 wrapped.register_comm_hook(wrapped.process_group, averaged_in_bf16)
             return wrapped
-        if self.kind == "fsdp":
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
+        return self._sharded(model) if self.kind == "fsdp" else model
 
-            mesh = init_device_mesh(next(model.parameters()).device.type, (self.ranks,))
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            return fully_shard(model, mesh=mesh)
-        return model
+    def _sharded(self, model: nn.Module) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.ranks,))
+        options = {"mesh": mesh, "reshard_after_forward": self.fsdp_reshard}
+        if self.fsdp_gather == "bf16":
+            # Not the blocks: a policy of theirs would also run norms and phi in bf16.
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            options["mp_policy"] = policy
+        for first in range(0, len(model.blocks), self.fsdp_blocks):
+            unit = list(model.blocks[first : first + self.fsdp_blocks])
+            if self.fsdp_gather == "bf16":
+                unit = [x for block in unit for x in block.modules() if isinstance(x, nn.Linear)]
+            fully_shard(unit, **options)
+        return fully_shard(model, mesh=mesh)
 
     def _context(self, device: str) -> ContextParallel:
         from torch.distributed import device_mesh
@@ -206,7 +221,7 @@ def start(
     An existing process group is used as it is and must have the same backend.
     device: "cuda", "cpu", or "auto": a GPU for each rank if there are so many, else the CPU.
     backend: "nccl" or "gloo"; None is "nccl" for GPUs and "gloo" for CPUs. `timeout_s` is how long
-    a collective may wait. options: cp, cp_method, and the DDP options that are fields of Parallel.
+    a collective may wait. options: fields of Parallel that are options of DDP, FSDP2 and `cp`.
 
     Raises ValueError for unknown names, options that exclude each other, no torchrun, NCCL without
     a GPU for each rank, and a failed rendezvous (a port in use).
@@ -248,11 +263,15 @@ def check(
     bucket_mb: float | int = 25,
     comm_hook: str = "none",
     gradient_as_bucket_view: bool = True,
+    fsdp_blocks: int = 1,
+    fsdp_reshard: bool = True,
+    fsdp_gather: str = "fp32",
     cp: int = 1,
     cp_method: str = "gather",
 ) -> None:
     """Raise ValueError for options that are invalid for any number of ranks."""
     choice("parallel", kind, KINDS)
+    choice("fsdp_gather", fsdp_gather, GATHERED)
     choice("cp_method", cp_method, METHODS)
     if kind == "none" and cp != 1:
         raise ValueError(f"cp={cp} needs several ranks: parallel='ddp' or 'fsdp' would do")
@@ -274,14 +293,33 @@ def check(
         "comm_hook": comm_hook != "none",
         "gradient_as_bucket_view=False": not gradient_as_bucket_view,
     }
-    given = [name for name, on in of_ddp.items() if on]
-    if kind != "ddp" and given:
-        raise ValueError(
-            f"{', '.join(given)}: options that are DDP's; parallel={kind!r} has no use for them, "
-            "parallel='ddp' would do"
-        )
+    of_fsdp = {
+        f"fsdp_blocks={fsdp_blocks}": fsdp_blocks != 1,
+        "fsdp_reshard=False": not fsdp_reshard,
+        f"fsdp_gather={fsdp_gather}": fsdp_gather != "fp32",
+    }
+    for owner, name, options in (("ddp", "DDP", of_ddp), ("fsdp", "FSDP2", of_fsdp)):
+        given = [option for option, on in options.items() if on]
+        if kind != owner and given:
+            raise ValueError(
+                f"{', '.join(given)}: options that are {name}'s; parallel={kind!r} has no use for "
+                f"them, parallel={owner!r} would do"
+            )
+    if fsdp_blocks < 1:
+        raise ValueError(f"fsdp_blocks={fsdp_blocks} must be at least 1 block")
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be more than 0; DDP's default is 25")
+
+
+def check_gathered(fsdp_gather: str, precision: str, compile: bool) -> None:
+    """Raise ValueError unless weights may be gathered in bf16: autocast would round them anyway,
+    and no Dynamo traces FSDP2's hooks within a block."""
+    if fsdp_gather == "bf16" and (precision != "bf16" or compile):
+        found = "compile=True" if compile else f"precision={precision!r}"
+        raise ValueError(
+            f"fsdp_gather='bf16' with {found}: it needs precision='bf16' without compile, and "
+            "fsdp_gather='fp32' would do"
+        )
 
 
 def check_cp(cp: int, ranks: int) -> None:

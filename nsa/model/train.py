@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nsa.attention import witness
 from nsa.model import saving
 from nsa.model.data import EVALUATION, Data, Device, Share, share_of
-from nsa.model.parallel import SINGLE, Parallel
+from nsa.model.parallel import SINGLE, Parallel, check_gathered
 from nsa.model.train_config import TrainConfig, adamw, autocast, check_weights, set_rate
 from nsa.parallel.layout import Layout, layout_of
 
@@ -75,6 +75,7 @@ class Trainer:
                     stacklevel=2,
                 )
         check_weights(model)
+        check_gathered(parallel.fsdp_gather, config.precision, config.compile)
         if config.cuda_graph:
             check_capturable(config, self.device, parallel)
         if (config.compile or config.cuda_graph) and model.config.strict:

@@ -182,14 +182,12 @@ class _Finish(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         gathering, layout = ctx.gathering, ctx.gathering.layout
         wide = torch.promote_types(gathering.dtype, torch.float32)
-        half, summed = len(gathering.widths), []
-        for of_head, of_tail in zip(grads[:half], grads[half:], strict=True):
-            shape = [of_tail.shape[0], layout.padded, *of_tail.shape[2:]]
-            total = of_tail.new_zeros(shape, dtype=wide)
-            for grad in (of_head, of_tail):
-                total[:, : grad.shape[1]] += grad
-            summed.append(total)
-        parts = layout.by_rank(torch.cat(summed, dim=-1))
+        half, sizes = len(gathering.widths), (grads[0].shape[0], 2 * layout.chunk)
+        heads, width = grads[0].shape[2], sum(gathering.widths)
+        parts = grads[0].new_empty(layout.ranks, *sizes, heads, width, dtype=wide)
+        # Each rank's rows are added where they are sent from: a pass over all keys costs bandwidth.
+        for grad_pair in zip(parts.split(gathering.widths, -1), grads[half:], grads, strict=False):
+            layout.add_by_rank(*grad_pair)
         doing = "sending the gradients of keys and values"
         gathering.launch(torch.empty_like(parts), parts, dist.all_to_all_single, doing)
         return grads[0].new_zeros(0), None

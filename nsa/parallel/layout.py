@@ -48,15 +48,22 @@ class Layout:
 
     def natural(self, shards: Sequence[Tensor] | Tensor, dim: int = 1) -> Tensor:
         """Tokens in their order along `dim`, padding included, from the ranks' rows in rank
-        order: the inverse of `by_rank`."""
+        order."""
         halves = [shard.chunk(2, dim) for shard in shards]
         return torch.cat([h for h, _ in halves] + [t for _, t in reversed(halves)], dim)
 
-    def by_rank(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Every rank's rows of x [.., padded, ..] as [P, .., 2 chunk, ..]."""
-        pieces = x.split(self.chunk, dim)
-        pairs = zip(pieces[: self.ranks], reversed(pieces[self.ranks :]), strict=True)
-        return torch.stack([torch.cat(pair, dim) for pair in pairs])
+    def add_by_rank(self, out: Tensor, long: Tensor, short: Tensor) -> None:
+        """Write the sum of two tensors of rows from the sequence's begin on, [B, S, ...] each, to
+        every rank's rows out [P, B, 2 chunk, ...], in the dtype of `out`; zeros behind both. The
+        longer one comes first."""
+        for rank in range(self.ranks):
+            for half, rows in enumerate(self.chunks(rank)):
+                to = out[rank, :, half * self.chunk : (half + 1) * self.chunk]
+                count = max(0, min(self.chunk, long.shape[1] - rows.start))
+                to[:, :count].copy_(long[:, rows.start : rows.start + count])
+                to[:, count:].zero_()
+                both = max(0, min(self.chunk, short.shape[1] - rows.start))
+                to[:, :both].add_(short[:, rows.start : rows.start + both])
 
 
 def layout_of(tokens: int, ranks: int, multiple: int = 1) -> Layout:

@@ -15,18 +15,18 @@ from test_imports import dotted_name, imports_of, plant
 LINES = {
     "nsa/reference": (581, 550),
     "nsa/kernels": (7874, 6550),
-    "nsa/attention": (4237, 3000),
-    "nsa/model": (4588, 3600),
+    "nsa/attention": (4327, 3000),
+    "nsa/model": (4630, 3600),
     "nsa/hf": (1227, 1230),
     "nsa/recipes": (328, 330),
-    "nsa": (19990, 15500),
-    "workbook/lab": (13425, 6500),
-    "workbook/runs": (7030, 4700),
-    "workbook/rooms": (20972, 9500),
+    "nsa": (20121, 15500),
+    "workbook/lab": (13577, 6500),
+    "workbook/runs": (7132, 4700),
+    "workbook/rooms": (20299, 9500),
     "workbook/cli": (1914, 1150),
-    "workbook": (43263, 25000),
-    "whyhung": (12475, 8500),
-    "tests": (65071, 34000),
+    "workbook": (42937, 25000),
+    "whyhung": (11972, 8500),
+    "tests": (64936, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
@@ -34,7 +34,6 @@ LONGEST = 400  # lines of a file
 # Tests that are longer, until they are split with what they test.
 LONG_TESTS = {
     "tests/nsa/attention/test_backend_facts.py",
-    "tests/workbook/rooms/case_study/test_settlement.py",
     "tests/workbook/rooms/training/test_train_command.py",
     "tests/nsa/kernels/test_hopper.py",
     "tests/nsa/kernels/test_selected.py",

@@ -253,7 +253,7 @@ LISTED = (
         ("import workbook.runs.store", {"torch"}),
         (LISTED, WORKBOOK),
         ("import whyhung.process.family", NONE),
-        ("from whyhung.process import launch", NONE),
+        ("import whyhung.process.ranks", NONE),
     ],
 )
 def test_what_needs_little_loads_little(statement, absent):

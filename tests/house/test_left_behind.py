@@ -21,7 +21,6 @@ pytestmark = [
 LOOKING = (
     "tests/workbook/cli/test_figures.py",
     "tests/workbook/rooms/case_study/test_decision.py",
-    "tests/workbook/rooms/case_study/test_loop_versions.py",
     "tests/house",
     "tests/whyhung/process/test_spec.py",
     "tests/workbook/lab/search/test_plan.py",

@@ -16,8 +16,9 @@ from workbook.rooms.ab.plan import ABPlan
 from workbook.runs import parameters
 from workbook.runs.run import run_notebook
 
-FILES = {"00_smoke": "00", "smoke": "01", "02_smoke": "02", "05_smoke": "05", "06_smoke": "06"}
-FILES |= {"08_smoke": "08", "09_smoke": "09", "10_smoke": "10", "11_smoke": "11", "13_smoke": "13"}
+FILES = {"00_smoke": "00", "smoke": "01", "02_smoke": "02", "05_smoke": "05"}
+FILES |= {"08_smoke": "08", "09_smoke": "09", "10_smoke": "10", "11_smoke": "11", "12_smoke": "12"}
+FILES |= {"13_smoke": "13"}
 PLANS = sorted((NOTEBOOKS / "params").glob("ab_*.yaml"))
 # The others take longer, and nbval runs their notebooks with the defaults, which are larger.
 SHORT = ("08_smoke",)
@@ -84,7 +85,7 @@ BAD = [
     ("04", {"mutants_from": "00_correctness-zzz"}, "no run '00_correctness-zzz'"),
     ("05", {"trials": ["xx"]}, "no trial 'xx'"),
     ("05", {"communication": "nccl", "device": "cpu"}, "'gloo' would do"),
-    ("06", {"trials": ["xx"]}, "no trial 'xx'"),
+    ("06", {"kept": "06-xx"}, "06-xx"),
     ("07", {"only": ["zz"]}, "no fault, control or program 'zz'"),
     ("07", {"counted": "gathr"}, "the nearest is 'gather'"),
     ("09", {"backends": ["gathr"]}, "the nearest is 'gather'"),
@@ -98,6 +99,11 @@ BAD = [
     ("11", {"sizes": ["64k"]}, "'64k' is no size; write 32x64k"),
     ("11", {"pages": [100]}, "page=100 is not a multiple of select_block=64"),
     ("11", {"backends": ["tritn"]}, "the nearest is 'triton'"),
+    ("12", {"tokens": [1000]}, "tokens=1000 on 2 ranks are no chunks of whole blocks"),
+    ("12", {"ranks": [1]}, "no cell has several ranks"),
+    ("12", {"methods": ["gathr"]}, "gathr"),
+    ("12", {"config": "small"}, "small"),
+    ("12", {"rows": ["none.jsonl"]}, "rows='none.jsonl' is no file"),
     ("13", {"arms": ["nsa"]}, "arms=['nsa'] lack 'dense'"),
     ("13", {"rows": ["none.jsonl"]}, "rows='none.jsonl' is no file"),
     ("13", {"batch_tokens": 768}, "batch_tokens=768 are no multiple of tokens=512"),

@@ -18,7 +18,6 @@ import yaml
 from whyhung.process.trial import Outcome
 from workbook.rooms.selfcheck.judged import Judged
 from workbook.runs import metrics, parameters
-from workbook.runs.files import read_json
 from workbook.runs.store import Run
 
 LINEAR = ("gather", "packed", "flex")
@@ -84,16 +83,9 @@ def throughput(df, folder):
 
 
 def settlement(df, folder):
-    """Facts of the run's trials, the reports' figures and the kept runs that it names."""
-    here = room("case_study.settlement", "claims", "facts", "sources")
-    claims, read = here.claims, here.sources
+    """Facts of the run's rows and of what was mended since."""
+    claims = room("case_study.settlement", "claims").claims
     given = parameters.read_file(folder / "parameters.yaml")
-    runs = {kind: given[f"{kind}_run"] for kind in read.READERS if given.get(f"{kind}_run")}
-    left = {p.parent.name: read_json(p, {}) for p in folder.glob("trials/*/result.json")}
-    ended = {
-        name: Outcome(one["status"], one["result"], 0.0, one.get("message", ""), 0)
-        for name, one in left.items()
-    }
 
     def claim(row, facts):
         return claims.all_claims(claims.settle(facts, [row]))[0]
@@ -102,7 +94,7 @@ def settlement(df, folder):
         return claims.fewer_undecided_than(claims.settle(facts), given["undecided"])
 
     rows = {row.id: partial(claim, row) for row in claims.all_rows()}
-    return here.facts.all_facts(read.sources(ended, runs)), rows | {"": whole}
+    return claims.all_facts(folder), rows | {"": whole}
 
 
 def selfcheck(df, folder):

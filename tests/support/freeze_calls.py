@@ -20,7 +20,8 @@ def again(folder: Path) -> dict[str, dict]:
     read = {
         "00": correctness, "01": memory, "02": comparison, "03": step5, "04": throughput,
         "05": tracing, "06": settlement, "07": selfcheck,
-        "08": ab, "09": estimate, "10": soak, "11": decode, "13": quality,
+        "08": ab, "09": estimate, "10": soak, "11": decode,
+        "12": long_context, "13": quality,
     }  # fmt: skip
     df = Run(folder).metrics()
     of, calls = claims_of(folder)
@@ -72,6 +73,23 @@ def quality(df, folder, of):
             "selected": here.table.selected(rows),
         },
         "figures": {"by position": here.plots.by_position(rows, "")},
+        "claims": claims,
+    }
+
+
+def long_context(df, folder, of):
+    """Its rows are a record beside the run, which its parameters name."""
+    here = room("long_context", "claims", "plots", "table", "trials")
+    rows = here.trials.read(parameters.read_file(folder / "parameters.yaml")["rows"])
+    claims = {str(n): one for n, one in enumerate(here.claims.all_claims(rows))}
+    figures = {"efficiency": here.plots.efficiency(rows, ""), "split": here.plots.split(rows, "")}
+    return {
+        "tables": {
+            "metrics": df,
+            "times": here.table.frame(rows).reset_index(),
+            "faster": here.table.faster(rows).reset_index(),
+        },
+        "figures": figures,
         "claims": claims,
     }
 
@@ -153,10 +171,10 @@ def tracing(df, folder, of):
 
 
 def settlement(df, folder, of):
-    here = room("case_study.settlement", "facts", "plots", "sources", "table")
+    here = room("case_study.settlement", "claims", "plots", "table")
     plots, table = here.plots, here.table
-    quoted = here.facts.all_facts(here.sources.sources({}))
-    now = [{"fact": f.name, "holds": f.holds} for f in here.facts.of_kind(quoted, "table").values()]
+    facts = here.claims.all_facts(folder).values()
+    now = [{"fact": fact.name, "holds": fact.holds} for fact in facts if fact.kind == "table"]
     return {
         "tables": {
             "metrics": df,

@@ -36,6 +36,13 @@ WAYS = {
     "fsdp accumulated": (FSDP, 2, {}),
     "fsdp checkpointed": (FSDP, 1, {"checkpoint": "all"}),
     "fsdp, one branch": (FSDP, 1, {"force_branch": "win"}),
+    "fsdp, kept": (FSDP | {"fsdp_reshard": False}, 2, {}),
+    "fsdp, two blocks": (FSDP | {"fsdp_blocks": 2}, 1, {"layers": 3}),
+    "fsdp, two blocks checkpointed": (
+        FSDP | {"fsdp_blocks": 2},
+        2,
+        {"layers": 3, "checkpoint": "all"},
+    ),
 }
 
 
@@ -100,6 +107,15 @@ def loss_with(place, accumulate, changes, state):
     return backward(place, wrapped, accumulate)
 
 
+def gathered(at, **options):
+    """Loss and gradients of one step under autocast."""
+    place = Parallel("fsdp", **options, **at)
+    model, wrapped = made(place, {"layers": 3})
+    with torch.autocast(torch.device(place.device).type, torch.bfloat16):
+        loss = backward(place, wrapped)
+    return loss, {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
 def overflow(place):
     """True if a step is skipped here when a scaled gradient overflowed on the last rank alone."""
     model, wrapped = made(place, {})
@@ -162,6 +178,8 @@ def main(folder, backend):
     view, copied = (Parallel("ddp", gradient_as_bucket_view=on, **at) for on in (True, False))
     seen["held"] = {"view": held(view), "copied": held(copied)}
     seen["overflow"] = overflow(Parallel("fsdp", **at))
+    ways = {}, {"fsdp_gather": "bf16"}, {"fsdp_gather": "bf16", "fsdp_blocks": 2}
+    seen["gathered"] = [gathered(at, **options) for options in ways]
     torch.save(seen, Path(folder, f"rank{here.rank}.pt"))
     here.close()
 

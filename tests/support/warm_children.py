@@ -46,11 +46,11 @@ LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.utils.data",
 )  # fmt: skip
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
-STARTERS = "nsa", "workbook", "whyhung", "whyhung.process.launch", "whyhung.process.family"
+STARTERS = "nsa", "workbook", "whyhung", "whyhung.process.ranks", "whyhung.process.family"
 STARTING_ENTRY = "whyhung.process.ranks:launch"
-# It and its ranks are executed. Forked ones hung where DDP's reducer is freed with the GIL held: it
-# joins gloo's thread, which wants the GIL to let go of its last tensor.
-RANKS = "torch.distributed.run"
+# As ranks it and their torchrun are executed. Forked ones hung where DDP's reducer is freed with
+# the GIL held: it joins gloo's thread, which wants the GIL to let go of its last tensor.
+RANKS = "whyhung.process.child"
 # Of this folder, started without torchrun. Those that compile kernels are executed.
 SCRIPTS = ("bucket_ranks.py", "compiled_steps.py", "cp_entries.py", "cp_training.py",
            "fsdp2_entries.py", "guard_ranks.py", "rank_entries.py", "traced_lengths.py",
@@ -256,10 +256,12 @@ def serve(fd: int) -> Callable[[], object]:
     """Serves until nobody can ask any more; returns in each child, with what it is to run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us gets Ctrl-C, and ends us
     shown_as.places()
-    sys.path[:] = [p for p in sys.path if p not in (HERE, "")]
+    # First these files: entry points load this package, and another copy of it may be installed.
+    sys.path[:] = [ROOT, *(p for p in sys.path if p not in (HERE, ""))]
     for name in LOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    del sys.path[0]
     connection = socket.socket(fileno=fd)
     connection.sendall(b".")
     return _serve(connection, list(sys.path))

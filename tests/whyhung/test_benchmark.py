@@ -52,7 +52,7 @@ def test_ranks_and_times_agree_with_the_kind():
         name = f"{program.group}-{program.name}"
         if program.healthy:
             assert program.quiet >= (40 if program.group == "gpu" else 20), name
-            assert "HANGS_SCALE" in program.path.read_text(), name
+            assert "SCALE" in program.path.read_text(), name
         else:
             assert program.within == (30 if program.group == "gpu" else 60), name
             assert bool(program.guilty) == (max(program.ranks, program.spawns) > 1), name

@@ -293,19 +293,13 @@ class Observer:
 
 
 def _with_stacks(taken: Snapshot, pid: int, stacks: Mapping[str, list[str]]) -> Snapshot:
-    processes = [
-        process
-        if process.pid != pid or any(thread.frames for thread in process.threads)
-        else replace(
-            process,
-            threads=tuple(
-                replace(thread, frames=tuple(stacks.get(str(thread.tid), ())))
-                for thread in process.threads
-            ),
-        )
-        for process in taken.processes
-    ]
-    return replace(taken, processes=tuple(processes))
+    found = taken.process(pid)
+    if found is None or any(thread.frames for thread in found.threads):
+        return taken
+    frames = {thread.tid: tuple(stacks.get(str(thread.tid), ())) for thread in found.threads}
+    threads = tuple(replace(thread, frames=frames[thread.tid]) for thread in found.threads)
+    given = replace(found, threads=threads)
+    return replace(taken, processes=tuple(given if p is found else p for p in taken.processes))
 
 
 def _answer(file: Path, name: str) -> Path:

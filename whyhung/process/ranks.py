@@ -1,14 +1,21 @@
-"""Run one function on several ranks of one host under torchrun, and report how each ended."""
+"""Run one function on several ranks of one host under torchrun, and report how each ended.
+
+`python -m whyhung.process.ranks RANKS PORT FOLDER REDIRECTS MODULE ARG...` is torchrun as a
+function. It runs `python -m MODULE ARG...` as RANKS processes of this host and writes to FOLDER
+exits.json: {"codes": exit codes by rank of those that failed, "first": the first of them}. PORT 0
+finds a free one. torchrun's own messages go to FOLDER/torchrun.log. REDIRECTS 3 puts the ranks'
+output below FOLDER/logs, 0 leaves them this process's standard output and error.
+"""
 
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +24,6 @@ from whyhung.process import child, family, trial
 _STACK_S = 1.0
 _MARGIN_S = 5.0  # between the moment when stacks are taken and the end of the launch
 _TAIL = 4000
-_FAILURE = re.compile(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)")
 
 
 def run_ranks(
@@ -50,7 +56,13 @@ def run_ranks(
     trial.check_entry(entry)
     folder = Path(folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in ("rank-*.json", "place-*.json", "stacks-*.txt", "logs/*/*/*/*.log"):
+    for pattern in (
+        "exits.json",
+        "rank-*.json",
+        "place-*.json",
+        "stacks-*.txt",
+        "logs/*/*/*/*.log",
+    ):
         for left in folder.glob(pattern):
             left.unlink()
     given = {"entry": entry, "spec": spec, "ranks": ranks, "folder": str(folder)}
@@ -84,20 +96,15 @@ def launch(spec: dict) -> dict:
     spec_file = folder / "ranks.json"
     spec_file.write_text(json.dumps(spec["spec"], indent=1), encoding="utf-8")
     command = [
-        *(sys.executable, "-m", "whyhung.process.family", "torch.distributed.run"),
-        *("--nproc-per-node", str(spec["ranks"])),
-        # An address of our own rather than the host's name, which need not resolve.
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
-        *("--log-dir", str(folder / "logs"), "--redirects", "3"),
-        *("-m", "whyhung.process.child", spec["entry"], str(spec_file), str(folder)),
+        *(sys.executable, "-m", "whyhung.process.ranks", str(spec["ranks"]), "0", str(folder)),
+        *("3", "whyhung.process.child", spec["entry"], str(spec_file), str(folder)),
     ]
     end = time.monotonic() + spec["deadline_s"]
-    with open(folder / "torchrun.txt", "wb") as out:
-        paths = os.pathsep.join(filter(None, sys.path))  # ranks find the modules that we find
-        env = {**os.environ, "PYTHONPATH": paths, family.PARENT: str(os.getpid())}
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
+    paths = os.pathsep.join(filter(None, sys.path))  # ranks find the modules that we find
+    env = {**os.environ, "PYTHONPATH": paths, family.PARENT: str(os.getpid())}
+    process = subprocess.Popen(command, env=env)
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
     late = process.poll() is None
     ended = time.time()
     if late:
@@ -107,8 +114,47 @@ def launch(spec: dict) -> dict:
             except (OSError, ValueError):
                 continue  # it has just ended
         time.sleep(_STACK_S)
-    text = (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace")
-    return {"late": ended if late else None, "stderr": text[-4 * _TAIL :]}
+    log = folder / "torchrun.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    return {"late": ended if late else None, "stderr": text[-_TAIL:]}
+
+
+def exits(folder: Path) -> tuple[dict[int, int], int | None]:
+    """Return (exit codes of ranks that torchrun saw fail, by rank; the first of them, if known)."""
+    found = child.read(Path(folder, "exits.json"), {})
+    return {int(rank): code for rank, code in found.get("codes", {}).items()}, found.get("first")
+
+
+def main(ranks: str, port: str, folder: str, redirects: str, module: str, *arguments: str) -> int:
+    """Run the ranks under torchrun; return 0 if every rank succeeded, else 1."""
+    family.die_with_parent()
+    # before torch creates its log handlers
+    sys.stderr = open(Path(folder, "torchrun.log"), "w", buffering=1)  # noqa: SIM115
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(ranks))))
+    free = port == "0"
+    rendezvous = ("c10d", "is_host=True") if free else ("static", "rank=0")
+    # An address of our own rather than the host's name, which need not resolve.
+    told = ["--nproc-per-node", ranks, "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
+    told += ["--rdzv-backend", rendezvous[0], "--rdzv-conf", rendezvous[1]]
+    told += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", uuid.uuid4().hex]
+    if redirects != "0":
+        told += ["--log-dir", str(Path(folder, "logs")), "--redirects", redirects]
+    try:
+        run.run(run.parse_args([*told, "-m", module, *arguments]))
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        child.put(
+            Path(folder, "exits.json"), {"codes": codes, "first": error.get_first_failure()[0]}
+        )
+        print(error, file=sys.stderr)
+        return 1
+    except SignalException:
+        return 1
+    return 0
 
 
 def _rows(
@@ -117,9 +163,9 @@ def _rows(
     said = launched.result or {"late": None, "stderr": launched.evidence}
     if launched.status == "timeout":
         said["late"] = cut or time.time()
-    codes = {int(rank): int(code) for rank, code in _FAILURE.findall(said["stderr"])}
+    codes, named = exits(folder)
     rows = [_row(rank, said, codes.get(rank), launched, folder) for rank in range(ranks)]
-    first = _first(rows, said["stderr"])
+    first = _first(rows, named)
     for row in rows:
         row["first"] = row["rank"] == first
         row["seconds"] = launched.seconds
@@ -145,7 +191,7 @@ def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folde
         stacks = folder / f"stacks-{rank}.txt"
         evidence = stacks.read_text(errors="replace") if stacks.is_file() else ""
     else:
-        evidence = _tail(rank, folder) or said["stderr"][-_TAIL:] or launched.message
+        evidence = _tail(rank, folder) or said["stderr"] or launched.message
         if code == -signal.SIGTERM:
             status, message = "ended", f"ended because another rank had failed, at: {place}"
         elif code is not None and code < 0:
@@ -156,14 +202,13 @@ def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folde
     return row | {"status": status, "message": message, "evidence": evidence}
 
 
-def _first(rows: list[dict], stderr: str) -> int | None:
+def _first(rows: list[dict], named: int | None) -> int | None:
     """Return the rank at fault: one ended by a signal, else one that raised, else one that exited.
 
     Ranks that lost their connection to it, or waited for it, are only witnesses. None if all that
-    failed are, and another had returned or was ended before it could report anything.
+    failed are, and another had returned or was ended before it could report anything. named: the
+    first by torchrun.
     """
-    cause = _FAILURE.search(stderr, max(0, stderr.find("Root Cause")))
-    named = int(cause[1]) if cause else None
     witnesses = [row["rank"] for row in rows if is_witness(row)]
     own = [row for row in rows if row["rank"] not in witnesses]
     crashed = [row["rank"] for row in own if row["status"] == "crash"]
@@ -193,3 +238,7 @@ def is_witness(row: dict) -> bool:
 def _tail(rank: int, folder: Path) -> str:
     logs = sorted(folder.glob(f"logs/*/*/{rank}/stderr.log"))
     return logs[-1].read_text(encoding="utf-8", errors="replace")[-_TAIL:] if logs else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

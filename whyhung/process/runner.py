@@ -20,7 +20,6 @@ from typing import Any
 
 from whyhung.process import (
     child,
-    deadlines,
     gpus,
     interpreters,
     preflight,
@@ -36,6 +35,7 @@ from whyhung.watch import flight_recorder
 from whyhung.watch.devices import device_use
 from whyhung.watch.evidence import Evidence
 
+SOFT = 3.0  # predictions from small work were seen to be off by 0.73 to 1.30
 HARD = 4.0  # default deadline, in soft deadlines
 UNPREDICTED_S = 600.0
 ACTIONS = "report", "kill"
@@ -118,6 +118,18 @@ def check_subject(subject: str) -> None:
     (script.check if script.is_script(subject) else trial.check_entry)(subject)
 
 
+def soft_deadline(predicted_s: float, factor: float = 1.0) -> float:
+    """Return the seconds after which work is late: 3 x prediction x slowdown by observers.
+
+    Raises ValueError if predicted_s <= 0, or if factor < 1: no observer makes a step faster.
+    """
+    if not predicted_s > 0:
+        raise ValueError(f"predicted_s={predicted_s} must be greater than 0 seconds")
+    if not factor >= 1:
+        raise ValueError(f"observer factor {factor} must be at least 1")
+    return SOFT * predicted_s * factor
+
+
 def run(
     spec: Spec,
     *,
@@ -168,7 +180,7 @@ def run(
     for name, value in {"on_hang": on_hang, "on_stall": on_stall}.items():
         if value not in ACTIONS:
             raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIONS)}")
-    soft_s = deadlines.soft_deadline(predicted_s, factor) if predicted_s else None
+    soft_s = soft_deadline(predicted_s, factor) if predicted_s else None
     folder = Path(folder).resolve()
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)

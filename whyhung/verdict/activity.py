@@ -46,12 +46,15 @@ def at_work(looks: Sequence[Snapshot], share: float = WORKS, *, moves: bool = Tr
         seen = [p for look in looks if (p := look.process(process.pid))]
         moved = _moved([p.io_bytes for p in seen])
         earlier = {thread.tid: thread for thread in before.threads} if before else {}
+        times: dict[int, list[Thread]] = {}
+        for thread in (thread for p in seen for thread in p.threads):
+            times.setdefault(thread.tid, []).append(thread)
         for thread in process.threads:
             was = earlier.get(thread.tid)
             used = thread.cpu_s - (was.cpu_s if was else 0.0)
             asked = max(share, CARRIES) if thread.name in CARRIERS else share
             least = max(2.5 * TICK_S, asked * (last.t - first.t))
-            mine = [t for p in seen for t in p.threads if t.tid == thread.tid]
+            mine = times[thread.tid]
             wants = sum(t.state in "RD" for t in mine) > len(mine) / 2
             wants = wants and thread.name not in CARRIERS
             kind = thread.wait.kind if thread.wait else ""

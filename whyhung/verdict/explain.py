@@ -54,17 +54,14 @@ class Section:
     lines: list[str] = field(default_factory=list)
     table: list[list[str]] = field(default_factory=list)
     verbatim: list[str] = field(default_factory=list)
-    image: str = ""  # used by markdown in place of `verbatim`
 
 
 def sections(evidence: Evidence, verdict: Verdict) -> list[Section]:
     """Return all sections that are not empty."""
-    drawn = picture.text(verdict.edges)
     seen = family.told(evidence)
     output = [clipped(line.rstrip(), WIDTH - 2) for line in evidence.output]
     made = [
-        Section("Who waits for whom", verbatim=drawn,
-                image=picture.image(verdict.edges) if drawn else ""),
+        Section("Who waits for whom", verbatim=picture.text(verdict.edges)),
         Section("Why", [why for why in verdict.because if why not in headline(evidence, verdict)]),
         Section("Processes and threads", verbatim=seen),
         Section("Last lines of its output", verbatim=output[-OUTPUT:]),
@@ -295,8 +292,8 @@ def _markdown(evidence: Evidence, verdict: Verdict, name: str, parts: list[Secti
         blocks.append(f"**{part.title}**")
         if part.lines:
             blocks.append("\n".join(f"- {_plain(line)}" for line in part.lines))
-        if part.image or part.verbatim:
-            blocks.append(part.image or _fenced(part.verbatim))
+        if part.verbatim:
+            blocks.append(_fenced(part.verbatim))
         if part.table[1:]:
             cells = [[_plain(cell.replace("|", "\\|")) for cell in row] for row in part.table]
             head, *rows = ["| " + " | ".join(row) + " |" for row in cells]

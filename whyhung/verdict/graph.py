@@ -82,9 +82,11 @@ class Graph:
 
     def reach(self, start: Node) -> list[Node]:
         """Return `start` and all that it waits for, nearest first."""
-        found = [start]
+        found, seen = [start], {start}
         for node in found:  # grows meanwhile
-            found += [other for other in self.others(node) if other not in found]
+            new = [other for other in self.others(node) if other not in seen]
+            found += new
+            seen.update(new)
         return found
 
     def others(self, node: Node) -> list[Node]:

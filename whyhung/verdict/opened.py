@@ -79,7 +79,7 @@ def open_wait(seen: Seen) -> Stall | None:
     graph, main, rest, looks = seen.graph, seen.main, seen.rest, seen.looks
     chain = [node for node in graph.reach(main) if node in graph.threads]
     root = root_of(graph, main)
-    chain += [node for node in _looked_for(seen, root) if node not in chain]
+    chain = list(dict.fromkeys([*chain, *_looked_for(seen, root)]))
     unknown = [p.message for p in graph.snapshot.processes if p.message]
     edges = [graph.edge(n) for n in chain if graph.threads[n].wait and tells(graph, main, n)][:12]
     told: dict[str, Any] = {"edges": edges, "unknown": list(dict.fromkeys(unknown))}

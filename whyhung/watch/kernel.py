@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,7 +78,6 @@ def snapshot(
     cookie: str = "",
     t: float = 0.0,
     p: dict[int, P] | None = None,
-    ours: Collection[str] = OURS,
 ) -> Snapshot:
     """Snapshot of the family with all threads and waits; `looks.with_stacks` adds the stacks.
 
@@ -88,7 +87,7 @@ def snapshot(
     listed = family(ranks, cookie)
     holders = Holders([process.pid for process in listed])
     names = {process.pid: process.name for process in listed}
-    reading = _Reading(holders, names, {p.pid: p.parent for p in listed}, ours)
+    reading = _Reading(holders, names, {p.pid: p.parent for p in listed})
     found = [reading.complete(process) for process in listed]
     named = {
         pid
@@ -114,9 +113,8 @@ class _Reading:
         holders: Holders,
         names: dict[int, str],
         parents: dict[int, int],
-        ours: Collection[str],
     ) -> None:
-        self._holders, self._names, self._ours = holders, names, ours
+        self._holders, self._names = holders, names
         self._parents, self._sockets = parents, {}
         self._switches: dict[tuple[int, int], str] = {}  # context switches when it was read
 
@@ -132,7 +130,7 @@ class _Reading:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 told = self._switches[pid, tid] = _switches(pid, tid)
                 deep = len(threads) < MOST
-                threads.append(_thread(reader, tid, self._ours, said, deep, told))
+                threads.append(_thread(reader, tid, said, deep, told))
         # It is unknown when an alarm will fire, and which process may send a signal.
         if what := _catches(pid, ours=process.name.startswith(TRIAL)):
             threads = [_could_go_on(x, f"{what} of its program could end that") for x in threads]
@@ -170,9 +168,7 @@ class _Reading:
         return self._sockets.setdefault(space, Sockets(pid))
 
 
-def _thread(
-    reader: Reader, tid: int, ours: Collection[str], said: list[str], deep: bool, switches: str
-) -> Thread:
+def _thread(reader: Reader, tid: int, said: list[str], deep: bool, switches: str) -> Thread:
     folder = Path(f"/proc/{reader.pid}/task/{tid}")
     name = (folder / "comm").read_text(errors="replace").strip()
     fields, wchan = stat(folder), procfs.wchan(folder)
@@ -184,7 +180,7 @@ def _thread(
     if fields[0] == "R":
         wait = None
     slept = re.search(r"(?<!non)voluntary_ctxt_switches:\s*(\d+)", switches)
-    known = {"ours": name in ours, "switches": int(slept[1]) if slept else None}
+    known = {"ours": name in OURS, "switches": int(slept[1]) if slept else None}
     known["io_bytes"] = _io_bytes(f"{reader.pid}/task/{tid}") or None
     return Thread(tid, name, tid == reader.pid, fields[0], cpu_s, wchan, wait, **known)
 

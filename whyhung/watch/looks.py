@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -33,23 +33,15 @@ AT_ONCE = 4  # processes that are read in parallel
 LONGER = 8  # --locals options, for the longest locals that py-spy shows, some 500 characters
 
 
-def with_stacks(
-    snapshot: Snapshot,
-    *,
-    locals: bool = True,
-    native: bool = False,
-    ours: Collection[str] = kernel.OURS,
-) -> Snapshot:
+def with_stacks(snapshot: Snapshot, *, native: bool = False) -> Snapshot:
     """Add py-spy's stacks to each process of the snapshot's family that runs Python.
 
-    locals: also set `Thread.visible`, by `visible.digest`. native: also names of C functions in the
-    ranks, which stops these for longer. If a process has no stacks, its message gets the reason.
+    native: also names of C functions in the ranks, which stops these for longer. If a process has
+    no stacks, its message gets the reason.
     """
     asked = [x for x in snapshot.processes if x.of != kernel.STRANGER and runs_python(x.pid)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        taken = pool.map(
-            lambda x: py_spy(x.pid, locals=locals, native=native and x.rank is not None), asked
-        )
+        taken = pool.map(lambda x: py_spy(x.pid, native=native and x.rank is not None), asked)
         answers = {process.pid: answer for process, answer in zip(asked, taken, strict=True)}
     processes = []
     for process in snapshot.processes:
@@ -57,7 +49,7 @@ def with_stacks(
         if found and procfs.lives(process.pid, process.started):
             # A forked worker's code is as old as its rank's.
             oldest = min(x.started for x in snapshot.processes if x.of == process.of)
-            process = _merged(process, found, ours, _moment(oldest))
+            process = _merged(process, found, _moment(oldest))
         why = why or ("" if found or process.pid not in answers else "py-spy saw no thread")
         message = "; ".join(filter(None, (process.message, why)))
         processes.append(replace(process, message=message))
@@ -73,9 +65,7 @@ def runs_python(pid: int) -> bool:
     return False
 
 
-def py_spy(
-    pid: int, *, locals: bool = False, native: bool = False
-) -> tuple[list[dict[str, Any]], str]:
+def py_spy(pid: int, *, native: bool = False) -> tuple[list[dict[str, Any]], str]:
     """(threads in py-spy's JSON format, ""), or ([], reason for the failure).
 
     It needs no help from the process, but ptrace: root, CAP_SYS_PTRACE, or a parent's right.
@@ -86,12 +76,12 @@ def py_spy(
     seen = procfs.process(pid)
     if seen is None or not seen.lives:
         return [], "it ended before py-spy looked"
-    options = ["--locals"] * LONGER * locals + ["--native"] * native
+    options = ["--locals"] * LONGER + ["--native"] * native
     many = False
     with suppress(OSError):
         many = len(os.listdir(f"/proc/{pid}/task")) > MANY and not native
     if seen.state in "Tt" or many:  # it cannot be stopped for reading, or not for that long
-        options = [*options[: LONGER * locals], "--nonblocking"]
+        options = [*options[:LONGER], "--nonblocking"]
     command = [program, "dump", "--json", *options, "--pid", str(pid)]
     within_s = NATIVE_S if native else PY_SPY_S
     try:
@@ -123,9 +113,7 @@ def _moment(started: int) -> float:
     return booted + started / os.sysconf("SC_CLK_TCK")
 
 
-def _merged(
-    process: Process, found: list[dict[str, Any]], ours: Collection[str], began: float
-) -> Process:
+def _merged(process: Process, found: list[dict[str, Any]], began: float) -> Process:
     """Add py-spy's data to the threads; those not in the snapshot began later and are omitted."""
     by_tid = {thread.get("os_thread_id"): thread for thread in found}
     threads = []
@@ -147,7 +135,7 @@ def _merged(
                 native=tuple(map(_named, above)),
                 visible=visible.digest(python, process.pid, began) if shown else "",
                 polled=visible.polled(python, process.pid) if sleeps and shown else "",
-                ours=thread.ours or name in ours,
+                ours=thread.ours or name in kernel.OURS,
             )
         threads.append(thread)
     return replace(process, threads=tuple(_for_the_gil(process.pid, threads)))

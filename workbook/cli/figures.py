@@ -153,6 +153,8 @@ def page(rules: dict, drawn: dict, missing: dict, runs: str, target: Path) -> st
         else:
             folder = drawn[name].folder
             of = f"[{folder.name}]({to(folder)}), {Run(folder).source().partition(', ')[2]}"
+            if (status := drawn[name].record.get("status")) != "ok":
+                of += f", which ended as {status}"
         lines += [
             f"## {rule['title']}\n",
             f"![{rule['shows']}]({name}.svg)\n",

@@ -79,7 +79,7 @@ def train(arguments) -> int:
         ended = training_run.under_torchrun(job, sys.argv[1:], **places)
         return _tell(ended) if os.environ["RANK"] == "0" else GOOD
     if arguments.port is not None:
-        from whyhung.process.launch import check_port
+        from workbook.rooms.training.ranks import check_port
 
         check_port(arguments.port)  # before there is a folder
     folder = training_run.make_folder(job, sys.argv[1:], **places)

@@ -287,7 +287,7 @@ def decide(arguments) -> int:
         print(f"{name[0].upper()}{name[1:]}: {decision.verdict(rules)}")
         for node, answer in decided.path:
             word = {True: "yes", False: "no", None: "no evidence"}[answer.holds]
-            print(f"  {decision.TREE[node].text.replace(chr(10), ' ')} {word}: {answer.because}")
+            print(f"  {decision.TREE[node].text} {word}: {answer.because}")
             print("".join(f"      {arguments.runs}/{one}\n" for one in answer.where), end="")
         print(f"  = {decided.conclusion}")
         for rule in rules:

@@ -90,6 +90,20 @@ class Options:
         True,
         option="--no-bucket-view",
     )
+    fsdp_blocks: int = setting(
+        "FSDP: neighbouring blocks that one collective gathers", 1, least=1, metavar="N"
+    )
+    fsdp_reshard: bool = setting(
+        "FSDP: gathered weights are kept from the forward to the backward",
+        True,
+        option="--fsdp-keep",
+    )
+    fsdp_gather: str = setting(
+        "FSDP: bf16 gathers linear weights in bf16, as autocast rounds them, so that half the "
+        "bytes are sent",
+        "fp32",
+        choices=("fp32", "bf16"),
+    )
     save_every: int | None = setting(
         "checkpoints; the last two are kept", None, least=1, metavar="STEPS"
     )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # a table of cells loads no torch
     from nsa.model.train import Trainer
     from nsa.model.train_config import TrainConfig
 
+DENSE = "dense"
 OWN = {"attention", "layers", "backend", "checkpoint"}  # ModelConfig fields that a spec sets itself
 
 
@@ -92,6 +93,13 @@ class TrainingSpec:
 
             check_shared(train, self.cp, config.nsa.select_block)
             check_shareable(config, ContextParallel(ranks=self.cp))
+
+    @property
+    def name(self) -> str:
+        """Name of its line: the backend; the dense baseline is "dense", or "dense-sdpa"."""
+        if self.attention == "nsa":
+            return self.backend
+        return DENSE if self.backend == "auto" else f"{DENSE}-{self.backend}"
 
     def config(self) -> "ModelConfig":
         """The model's config. ValueError for an invalid preset, layers, backend or changes."""
@@ -212,6 +220,11 @@ def trainer_at(
         opened.callback(trainer.close)
         trainer.model.train()
         yield trainer
+
+
+def attention_named(name: str) -> dict[str, str]:
+    """Fields of a spec whose line has this name: a backend of NSA, or "dense", the baseline."""
+    return {"attention": DENSE} if name == DENSE else {"backend": name}
 
 
 def check_whole(spec: Any, least: Mapping[str, int]) -> None:

@@ -133,8 +133,8 @@ def runs_root() -> Path:
 
 def explore(*runs: LoadedRun | str | Path, root: str | Path | None = None) -> Any:
     """Overlay the numbers of these runs of one notebook; without any, browse all runs below `root`
-    (by default `runs_root()`). Widgets where they can be moved, else pictures. ValueError for runs
-    of several notebooks, or without a row."""
+    (by default `runs_root()`), or say that there are none. Widgets where they can be moved, else
+    pictures. ValueError for runs of several notebooks, or without a row."""
     return browser(*runs, root=root).show()
 
 
@@ -161,7 +161,12 @@ def browser(
     library = {name: runs for name, runs in library.items() if runs}
     if not library:
         what = ", ".join(run.id for run in opened) or f"runs below {root}"
-        raise ValueError(f"no rows to look through in {what}; a run that ended well has some")
+        text = f"no rows to look through in {what}; a run that ended well has some"
+        if opened:
+            raise ValueError(text)
+        # a folder without runs is a beginning, not a mistake
+        views = {"no runs": lambda: looks.nothing(text)}
+        return Panel({}, views, lambda: [text], lambda start: {})
     return _panel(library, bool(opened), quantity)
 
 

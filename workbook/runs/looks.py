@@ -1,7 +1,7 @@
 """Common style of all figures, and the selection of rows of a metrics table that they show."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import contextmanager
 
 from workbook.runs import metrics
@@ -17,6 +17,7 @@ LOOKS = {
     "flex": ("#CC79A7", "P"),
     "flash": ("#56B4E9", "X"),
     "triton": ("#000000", "*"),
+    "dense": ("#8C564B", "<"),  # of a training: whatever served it
     "dense-flash": ("#8C564B", "<"),
     "dense-cudnn": ("#4B4B8C", ">"),
     "dense-fa4": ("#6B6B00", "h"),
@@ -55,6 +56,13 @@ def look(backend: str) -> tuple[str, str]:
     return LOOKS.get(backend) or OTHERS[sum(map(ord, backend)) % len(OTHERS)]
 
 
+def line(backend: str) -> dict[str, str]:
+    """Arguments of `plot` for a backend's line; dense attention's is dotted."""
+    colour, marker = look(backend)
+    style = ":" if backend.startswith("dense") else "-"
+    return {"color": colour, "marker": marker, "ls": style, "label": backend}
+
+
 def series(number: int) -> tuple[str, str]:
     """Colour and marker of the n-th series of a figure; no two of 143 have both in common."""
     return PALETTE[number % len(PALETTE)], MARKERS[number % len(MARKERS)]
@@ -70,18 +78,48 @@ def nothing(text: str):
     """Figure with the reason why there is nothing to draw."""
     with figure(1, 0.8) as (fig, (axes,)):
         axes.set_axis_off()
-        axes.text(0.5, 0.5, text, ha="center", va="center")
+        said = textwrap.fill(text, 72)  # outside the layout, which a long word would leave no room
+        axes.text(0.5, 0.5, said, ha="center", va="center", in_layout=False)
     return fig
 
 
 @contextmanager
-def figure(count: int, height: float):
+def figure(count: int, height: float, *, same_y: bool = False, names: str = "below"):
     """`with figure(2, 3.0) as (fig, panels)`: axes of `panels` in the style, and at the end one
-    legend for all of them."""
+    legend for all of them; with `names="at ends"`, each line has its name at its end instead.
+    `same_y` gives all panels one range of y."""
     with style():
         fig, axes_list = panels(count, height)
         yield fig, axes_list
-        legend(fig, axes_list)
+        drawn = [axes for axes in axes_list if axes.dataLim.y0 <= axes.dataLim.y1]
+        for axes in drawn if same_y else ():
+            axes.set_ylim(*_union(*(each.get_ylim() for each in drawn)))
+            if axes.get_yscale() == "log":
+                log_axis(axes.yaxis)
+        named = _name_lines(fig, axes_list) if names == "at ends" else ()
+        legend(fig, axes_list, named)
+
+
+def _union(*ranges: tuple[float, float]) -> tuple[float, float]:
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def _name_lines(fig, axes_list) -> set[str]:
+    """Write each line's label at its end; return the labels. Markers alone keep to the legend."""
+    fig.draw_without_rendering()  # names keep a distance in points
+    named = set()
+    for axes in axes_list:
+        ends = []
+        for drawn in axes.lines:
+            x, y = drawn.get_data()
+            told = drawn.get_label()
+            if len(x) and not told.startswith("_") and drawn.get_linestyle() != "None":
+                ends.append((float(x[-1]), float(y[-1]), told, drawn.get_color()))
+        farthest = max((x for x, *_ in ends), default=0.0)
+        for x, y, told, colour in sorted(ends, key=lambda end: -end[1]):
+            at_end(axes, x, y, told, colour, above=x < farthest)
+            named.add(told)
+    return named
 
 
 def panels(count: int, height: float):
@@ -96,12 +134,13 @@ def panels(count: int, height: float):
     return fig, list(grid.flat[:count])
 
 
-def legend(fig, axes_list) -> None:
-    """Draw one legend below all panels, each name once."""
+def legend(fig, axes_list, without: Container[str] = ()) -> None:
+    """Draw one legend below all panels, each name once, but for those of `without`."""
     found = {}
     for axes in axes_list:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
+            if label not in without:
+                found.setdefault(label, handle)
     if not found:
         return
     for columns in range(max(1, min(len(found), int(fig.get_figwidth() / 2.1))), 0, -1):
@@ -160,15 +199,17 @@ def at_end(axes, x: float, y: float, text: str, colour: str, above: bool = False
     """Write a line's name beside its last point, moved down until no other name is there; or
     `above` it, for a line that ends before others."""
     look = {"textcoords": "offset points", "fontsize": 8, "color": colour, "annotation_clip": False}
+    look["bbox"] = {"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.4}  # over other lines
     if above:
-        axes.annotate(text, (x, y), xytext=(0, 7), ha="right", **look)
+        side = "left" if x <= axes.dataLim.x0 else "right"
+        axes.annotate(text, (x, y), xytext=(0, 7), ha=side, **look)
         return
     taken = [there.xyann[1] + _height(axes, there.xy[1]) for there in axes.texts]
     wanted = level = _height(axes, y)
     step = 9.0  # points
     while any(abs(level - other) < step for other in taken):
         level -= 1.0
-    axes.annotate(text, (x, y), xytext=(6, level - wanted), va="center", **look)
+    axes.annotate(text, (x, y), xytext=(6, round(level - wanted)), va="center", **look)
 
 
 def _height(axes, y: float) -> float:
@@ -203,15 +244,16 @@ def crosses(axes, failures, tokens, *, top: bool = True, colour=lambda name: loo
 
 
 def plain_ticks(axes, tokens) -> None:
-    """Set a tick at each measured T, written out; at 8192 and above in k of 1024."""
+    """Set a tick at each measured T, multiples of 1024 in k; of many every other has its T."""
     values = sorted(set(tokens))
-    axes.set_xticks(values, list(map(length, values)))
+    told = [length(v) if len(values) <= 8 or n % 2 == 0 else "" for n, v in enumerate(values)]
+    axes.set_xticks(values, told)
     axes.xaxis.minorticks_off()  # those of a log y axis have its labels if it spans no decade
 
 
 def length(tokens: float) -> str:
     """T as text: 32768 as 32k."""
-    return f"{tokens / 1024:.0f}k" if tokens >= 8192 and tokens % 1024 == 0 else f"{tokens:.0f}"
+    return f"{tokens / 1024:.0f}k" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:.0f}"
 
 
 def log_axis(axis) -> None:
@@ -221,6 +263,8 @@ def log_axis(axis) -> None:
     axes, name = axis.axes, axis.axis_name
     getattr(axes, f"set_{name}scale")("log")
     low, high = getattr(axes, f"get_{name}lim")()
+    if low <= 0:  # there is nothing but failures, and it could not be drawn
+        low, high = getattr(axes, f"set_{name}lim")(1, 10)
     if high < 4 * low:
         middle = (low * high) ** 0.5
         getattr(axes, f"set_{name}lim")(middle / 2, 2 * middle)

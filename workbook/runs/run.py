@@ -170,8 +170,9 @@ def _execute(
     if timeout_s is not None and ends_budgets:
         variables[RUN_ENDS] = str(time.monotonic() + timeout_s)
     notebook, output = planned.notebook, folder / "notebook.ipynb"
-    message = ""
+    message, shown = "", Shown(notebook.stem) if progress else None
     with contextlib.ExitStack() as files:
+        files.enter_context(contextlib.closing(shown) if shown else contextlib.nullcontext())
         stdout, stderr, kernel = (
             files.enter_context((folder / f"{key}.log").open("w", encoding="utf-8"))
             for key in ("stdout", "stderr", "kernel")
@@ -184,13 +185,13 @@ def _execute(
                 engine_name=engine.register(),
                 kernel_name="python3",
                 language="python",
-                progress_bar={"file": sys.stderr, "desc": notebook.stem} if progress else False,
+                progress_bar=False,
                 stdout_file=stdout,
                 stderr_file=stderr,
                 kernel_log=kernel,
                 kernel_cwd=str(notebook.resolve().parent),
                 environment=variables,
-                on_output=_relay if progress else None,
+                on_output=shown,
                 timeout_s=timeout_s,
                 cell_timeout_s=cell_timeout_s,
             )
@@ -212,10 +213,37 @@ def _execute(
 VERDICT = re.compile(rf"^(?:{'|'.join(VERDICTS)}): .*\n?", re.MULTILINE)
 
 
-def _relay(output) -> None:
-    """Print the notebook's output above the bar, and the lines of its progress; not its verdicts,
-    which are printed at the end."""
-    from tqdm import tqdm
+STEP = re.compile(r"^\[(\d+)/(\d+)\] ", re.MULTILINE)
 
-    if output.output_type == "stream":
-        tqdm.write(VERDICT.sub("", "".join(output.text)), file=sys.stderr, end="")
+
+class Shown:
+    """A bar that counts what a notebook measures, by lines as "[3/15] ..." of its progress, since
+    cells of a notebook take from no time to all of it. Called with each output, it prints it above
+    the bar; not verdicts, which are printed at the end."""
+
+    def __init__(self, name: str):
+        from tqdm import tqdm
+
+        # without a first measurement nobody knows how long it takes
+        form = "{desc}: {n_fmt} of {total_fmt} measured |{bar}| {elapsed}, {remaining} left"
+        self.bar = tqdm(file=sys.stderr, desc=name, bar_format=form, dynamic_ncols=True)
+        self.before = self.done = self.of = 0  # measured by earlier cells, and by this one
+
+    def __call__(self, output) -> None:
+        if output.output_type != "stream":
+            return
+        text = "".join(output.text)
+        self.bar.write(VERDICT.sub("", text), file=sys.stderr, end="")
+        for done, of in STEP.findall(text):
+            self.count(int(done), int(of))
+
+    def count(self, done: int, of: int) -> None:
+        """Move the bar; a smaller number than before, or of others, begins the next cell's."""
+        if of != self.of or done < self.done:
+            self.before, self.of = self.before + self.of, of
+        self.done = done
+        self.bar.total, self.bar.n = self.before + of, self.before + done
+        self.bar.refresh()
+
+    def close(self) -> None:
+        self.bar.close()

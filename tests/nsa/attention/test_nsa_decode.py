@@ -13,12 +13,19 @@ from nsa.attention import decode, witness
 from nsa.attention.decode import nsa_decode
 from nsa.reference.nsa import BRANCHES, nsa
 
-BACKENDS = ["reference", "masked", "gather", "auto"]
+BACKENDS = ["reference", "masked", "gather", "prefix", "auto"]
+
+
+def growth_of(seed: int, backend: str) -> Growth:
+    """A random case that the backend takes."""
+    growth = random_growth(seed)
+    lone = backend == "prefix" and growth.branches == ("cmp",)
+    return replace(growth, branches=("cmp", "slc")) if lone else growth
 
 
 def mismatch(seed: int, backend: str) -> float:
     """The largest error of a random case in fp64, relative to the largest output."""
-    growth = random_growth(seed)
+    growth = growth_of(seed, backend)
     torch.manual_seed(seed)
     cache = growth.cache(torch.float64)
     if growth.page is not None:  # any order of the pages
@@ -45,14 +52,15 @@ def test_a_prompt_in_chunks_equals_one_pass(page):
     given = draw(case)
     for chunks in ((257,), (100, 157), (15, 1, 16, 31, 33, 64, 97)):
         growth = Growth(case, chunks, (257,), page)
-        cache = growth.cache(torch.float64)
-        full = arguments(given, growth, cache)
-        got = grown(*full, growth, cache, "gather")
-        torch.testing.assert_close(got, whole(*full, growth), rtol=0, atol=1e-12)
+        for backend in ("gather", "prefix"):
+            cache = growth.cache(torch.float64)
+            full = arguments(given, growth, cache)
+            got = grown(*full, growth, cache, backend)
+            torch.testing.assert_close(got, whole(*full, growth), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", ["masked", "gather"])
+@pytest.mark.parametrize("backend", ["masked", "gather", "prefix"])
 def test_low_precision_is_as_accurate_as_plain_torch(backend, dtype):
     """Every block is selected, so that no near-tie decides."""
     case = Case(70, batch=2, config=replace(TINY, select_count=9), phi="linear")
@@ -67,7 +75,7 @@ def test_low_precision_is_as_accurate_as_plain_torch(backend, dtype):
 
 
 @pytest.mark.parametrize("scale", [-0.4, 0.0, 2.5])
-@pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
+@pytest.mark.parametrize("backend", ["reference", "masked", "gather", "prefix"])
 def test_the_scale_may_have_any_sign(backend, scale):
     growth = Growth(Case(30), (9, 21), (30,))
     cache = growth.cache(torch.float64)
@@ -95,7 +103,7 @@ def sunk_mismatch(growth: Growth, backend: str, dtype: torch.dtype) -> float:
 def test_sinks_take_their_share_of_what_grows_in_a_cache(backend):
     for seed in range(500, 520):
         torch.manual_seed(seed)
-        error = sunk_mismatch(random_growth(seed), backend, torch.float64)
+        error = sunk_mismatch(growth_of(seed, backend), backend, torch.float64)
         assert error < 1e-11, f"seed {seed}: {random_growth(seed)}: {error}"
 
 
@@ -136,8 +144,9 @@ def test_who_served_is_told():
     given = arguments(draw(growth.case, torch.float32), growth, cache)
     with witness.recording() as seen:
         grown(*given, growth, cache, "auto")
-    assert seen.backends["decode-forward"] == 1 and seen.backends["decode-gather"] == 2
-    assert seen.paths["slc", "cached-gather"] == 2
+    served = ("decode-forward", "decode-gather", "decode-prefix")
+    assert [seen.backends[name] for name in served] == [1, 1, 1]
+    assert seen.paths["slc", "cached-gather"] == 1
     assert any(name == "triton" and "without a GPU" in why for name, why in seen.declined)
 
 
@@ -201,7 +210,7 @@ def test_a_step_is_a_cuda_graph_whatever_the_lengths(backend, page):
 
 
 def test_the_backends_are_those_that_are_tested():
-    assert decode.names() == ["triton", "forward", "gather", "masked", "reference"]
+    assert decode.names() == ["triton", "forward", "prefix", "gather", "masked", "reference"]
 
 
 @pytest.mark.slow

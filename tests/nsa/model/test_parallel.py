@@ -100,6 +100,16 @@ def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(ranks):
     assert [rank["overflow"] for rank in ranks[0]] == 2 * [{"kept": True, "scale": 2.0}]
 
 
+@pytest.mark.processes
+@pytest.mark.full
+def test_linear_weights_gathered_in_bf16_give_the_bits_that_autocast_gives(ranks):
+    for rank in ranks[0]:
+        (loss, gradients), *others = rank["gathered"]
+        for other, found in others:
+            assert torch.equal(other, loss)
+            assert all(torch.equal(found[name], gradients[name]) for name in gradients)
+
+
 @pytest.mark.parametrize("finding", [False, True])
 def test_ddp_looks_for_unused_parameters_only_where_asked(monkeypatch, finding):
     made = Mock(return_value=torch.nn.Identity())
@@ -132,6 +142,10 @@ def test_a_batch_that_ranks_and_micro_batches_do_not_divide_is_refused(batch, ac
         ),
         ({"kind": "fsdp", "static_graph": True}, "are DDP's; parallel='fsdp' has no use"),
         ({"kind": "fsdp", "comm_hook": "bf16"}, "comm_hook: options that are DDP's"),
+        ({"kind": "ddp", "fsdp_blocks": 2}, "fsdp_blocks=2: options that are FSDP2's; .*'ddp' has"),
+        ({"kind": "none", "fsdp_reshard": False}, "parallel='fsdp' would do"),
+        ({"kind": "fsdp", "fsdp_blocks": 0}, "fsdp_blocks=0 must be at least 1 block"),
+        ({"kind": "fsdp", "fsdp_gather": "fp16"}, "known are fp32, bf16"),
         ({"kind": "none", "gradient_as_bucket_view": False}, "gradient_as_bucket_view=False: opt"),
         ({"kind": "ddp", "comm_hook": "fp16"}, "comm_hook='fp16' is unknown; known are none, bf16"),
         ({"kind": "ddp", "bucket_mb": 0}, "bucket_mb=0 must be more than 0"),

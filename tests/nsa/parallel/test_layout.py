@@ -14,13 +14,23 @@ def test_the_rows_of_all_ranks_are_the_sequence_in_another_order(ranks, tokens):
     x = torch.arange(2 * tokens).view(2, tokens)
     shards = [layout.shard(x, rank, fill=-1) for rank in range(ranks)]
     assert torch.equal(layout.natural(shards)[:, :tokens], x)
-    assert torch.equal(layout.by_rank(layout.natural(shards)), torch.stack(shards))
     positions = [layout.positions(rank) for rank in range(ranks)]
     assert torch.cat(positions).sort().values.tolist() == list(range(layout.padded))
     for shard, rows in zip(shards, positions, strict=True):
         real = rows < tokens
         assert torch.equal(shard[:, real], x[:, rows[real]])
         assert (shard[:, ~real] == -1).all()
+
+
+@pytest.mark.parametrize(("long", "short"), [(28, 28), (28, 4), (27, 13), (6, 0), (1, 1)])
+def test_gradients_are_added_where_each_ranks_rows_are_sent_from(long, short):
+    layout = layout_of(27, 2, 7)
+    given = [torch.randn(2, n, 3, 5, dtype=torch.bfloat16) for n in (long, short)]
+    out = torch.full((2, 2, 14, 3, 5), torch.nan)
+    layout.add_by_rank(out, *given)
+    total = sum(torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, 28 - x.shape[1])) for x in given)
+    wanted = [torch.cat([total[:, rows] for rows in layout.chunks(r)], 1) for r in range(2)]
+    assert torch.equal(out, torch.stack(wanted))
 
 
 def test_every_rank_has_as_many_pairs_of_a_query_and_a_key():

@@ -20,8 +20,9 @@ def ended(folder, raised=(), codes=(), left=(), cut=None, status="error"):
     for rank in left:
         said = {"status": "ok", "result": {}}
         (folder / f"rank-{rank}.json").write_text(json.dumps(said))
-    told = "\n".join(f"rank : {r} (local)\n exitcode : {c}" for r, c in dict(codes).items())
-    result = None if status == "timeout" else {"late": None, "stderr": told}
+    exits = {"codes": dict(codes), "first": next(iter(codes), None)}
+    (folder / "exits.json").write_text(json.dumps(exits))
+    result = None if status == "timeout" else {"late": None, "stderr": ""}
     rows = _rows(Outcome(status, result, 9.0, "cut", 1), 3, folder, cut)
     return [row["rank"] for row in rows if row["first"]], _of_ranks(rows, killed=False)
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pages
 import pytest
 from places import SUPPORT
 from processes import alive, environment_with_package, python, wait_until_gone, wait_until_there
@@ -332,16 +333,9 @@ def test_nodes_hear_of_each_other_and_a_picture_spans_them(tmp_path, monkeypatch
 
     class Observed:
         def __init__(self, rank):
-            edge = {
-                "from": f"rank {rank}",
-                "at": "train.py:7 evaluate",
-                "kind": "socket",
-                "text": "waits",
-                "to": [],
-                "left_s": None,
-                "outside": True,
-                "source": "",
-            }
+            edge = pages.edge(
+                f"rank {rank}", "train.py:7 evaluate", "socket", "waits", outside=True
+            )
             self.verdict = Verdict("STALLED", "socket", numbers={"rank": rank}, edges=(edge,),
                                    line="train.py:7 evaluate")  # fmt: skip
             self.evidence = Evidence(flights={rank: [{"seq": 4, "op": "all_reduce"}]})
@@ -356,16 +350,8 @@ def test_nodes_hear_of_each_other_and_a_picture_spans_them(tmp_path, monkeypatch
     near.exchange(observed)
     assert observed.evidence.flights.keys() == {0, 1}
     assert [n for n in observed.evidence.notes if "node b" in n and "train.py:7" in n]
-    edge = {
-        "from": "rank 0",
-        "at": "train.py:3 step",
-        "kind": "collective",
-        "outside": False,
-        "text": "waits in all_reduce for rank 1",
-        "to": [],
-        "left_s": None,
-        "source": "",
-    }
+    text = "waits in all_reduce for rank 1"
+    edge = pages.edge("rank 0", "train.py:3 step", "collective", text)
     edges = near.spliced(Verdict("STALLED", edges=(edge,))).edges
     assert edges[0]["to"] == ["rank 1 on b"]
     assert [e["at"] for e in edges if e["from"] == "rank 1 on b"] == ["train.py:7 evaluate"]

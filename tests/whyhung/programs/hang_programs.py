@@ -101,7 +101,7 @@ def read(path):
 
 def chosen(group="all", only=(), written="all", kind="all"):
     """Returns the programs wanted, sorted. ValueError for a name that none has."""
-    found = [read(path) for name in GROUPS for path in sorted(FOLDER.glob(f"{name}/*.py"))]
+    found = [read(path) for name in GROUPS for path in sorted(FOLDER.glob(f"{name}/[a-z]*.py"))]
     unknown = set(only) - {program.name for program in found}
     if unknown:
         raise ValueError(f"no program is called {', '.join(sorted(unknown))}; --list shows all")

@@ -27,6 +27,7 @@ def main():
 
     DataLoader.__init__ = with_timeout
     del sys.argv[0]
+    sys.path[0] = os.path.dirname(sys.argv[0])
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

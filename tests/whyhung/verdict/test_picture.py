@@ -1,7 +1,3 @@
-import re
-from xml.etree import ElementTree
-
-import pytest
 from pages import edge
 
 from whyhung.verdict import picture
@@ -33,8 +29,6 @@ def test_a_cycle_comes_round_again():
         "    │ waits for lock 2",
         "    └─▶ thread A: round again",
     ]
-    assert picture.svg(CYCLE).count('class="b"') == 1
-    assert picture.svg(TIMED).count('class="b"') == 0
 
 
 def test_a_timer_tells_how_long_and_who_is_not_observed_is_said():
@@ -84,7 +78,6 @@ def test_ranks_in_different_collectives_are_not_taken_together():
 def test_a_large_graph_is_bounded_and_the_rest_is_counted():
     lines = picture.text(CHAIN)
     assert lines[-1] == "and 19 more" and len(lines) <= 2 * picture.MOST + 1
-    assert picture.svg(CHAIN).count("<rect") == picture.MOST + 1
     assert max(map(len, lines)) <= picture.WIDTH
 
 
@@ -96,26 +89,14 @@ def test_a_thousand_threads_are_drawn_in_no_more_room():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("edges", [CYCLE, TIMED, CHAIN], ids=["cycle", "timer", "chain"])
-def test_an_svg_is_whole_and_has_a_title_and_no_script(edges):
-    drawn = picture.svg(edges)
-    root = ElementTree.fromstring(drawn)
-    assert root.attrib["role"] == "img"
-    names = [element.tag.rpartition("}")[2] for element in root.iter()]
-    assert {"title", "desc"} <= set(names) and "script" not in names
-    assert not re.search(r"(?:href|src|url\((?!#))", drawn)
-    assert "prefers-color-scheme:dark" in drawn
-    assert all(float(root.attrib[side]) < 1600 for side in ("width", "height"))
-
-
 def test_what_a_program_is_called_cannot_break_a_picture():
     bad = [edge('<b>"x"\x1b[31m&\x00', "a.py:1 <module>", "lock", "waits\nfor", ["]]>"])]
-    ElementTree.fromstring(picture.svg(bad))
-    assert "<b>" not in picture.image(bad) and "\x1b" not in "".join(picture.text(bad))
+    lines = picture.text(bad)
+    assert len(lines) == 3 and all(map(str.isprintable, lines))
 
 
 def test_no_edges_make_no_picture():
-    assert picture.text([]) == [] and picture.svg([]) == ""
+    assert picture.text([]) == []
 
 
 def test_numbers_in_a_row_are_a_span():

@@ -257,7 +257,7 @@ def test_counting_costs_less_than_a_tenth_of_a_step_on_a_cpu(tmp_path):
     of up to three medians, for it can slow one more."""
     torch.set_num_threads(1)
     model = LanguageModel(preset("cpu_test", layers=4, dim=128))
-    trainer = Trainer(model, synthetic(3, 256), TrainConfig(batch=2, tokens=256))
+    trainer = Trainer(model, synthetic(3, 256), TrainConfig(batch=2, tokens=128))
     medians = []
     while len(medians) < 3 and min(medians, default=2.0) >= 1.10:
         ratios = []

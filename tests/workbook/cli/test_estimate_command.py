@@ -178,6 +178,7 @@ def test_a_gpu_is_read_in_a_child():
         ["estimate", "--gpu", "nosuch"],
         ["trial", "tokens=abc"],
         ["trial", "nosuch=1"],
+        ["trial", "backend=nosuch"],
         ["train", "--preset", "nosuch"],
         ["train", "--set", "layers=ten"],
         ["train", "--set", "backend=nosuch"],

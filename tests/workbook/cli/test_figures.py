@@ -85,7 +85,10 @@ def test_what_no_run_has_is_told_with_the_command_that_would_make_it(tmp_path, c
 def test_every_figure_has_its_run_and_the_results_page_cites_those_it_shows():
     found = Stored(committed(ROOT / "runs"))
     runs = {
-        name: next(run.folder.name for run in found.of(rule["notebook"]) if figures.fits(run, rule))
+        name: next(
+            (run.folder.name for run in found.of(rule["notebook"]) if figures.fits(run, rule)),
+            f"Wants `{rule['command']}`",
+        )
         for name, rule in RULES.items()
         if "records" not in rule
     }

@@ -118,14 +118,24 @@ def test_rows_over_nothing_stand_beside_one_another(tmp_path):
     assert sorted(y for _, ys in found.values() for y in ys) == [1, 3]
 
 
-def test_runs_of_two_notebooks_and_runs_without_rows_are_refused(runs, tmp_path):
+def test_runs_of_two_notebooks_and_runs_without_rows_are_refused(runs):
     with pytest.raises(ValueError, match="02_x and 03_y measured different things"):
         loaded.browser(runs[0], runs[2])
     (runs[0] / "metrics.csv").unlink()
     with pytest.raises(ValueError, match=f"no rows to look through in {runs[0].name}"):
         load(runs[0]).explore()
-    with pytest.raises(ValueError, match="no rows to look through in runs below"):
-        loaded.explore(root=tmp_path / "nothing")
+
+
+def test_a_folder_without_runs_says_so_in_place_of_a_picture(tmp_path, capsys):
+    panel = loaded.browser(root=tmp_path / "nothing")
+    (figure,) = panel.figures().values()
+    said = figure.axes[0].texts[0].get_text()
+    assert said.startswith("no rows to look through in runs below")
+    assert LivePanel(panel).message.value == ""
+    panel.show()
+    assert f"in runs below {tmp_path}/nothing; a run that ended well has some" in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_damaged_run_says_so_when_it_is_chosen_and_the_others_stay(runs):

@@ -363,10 +363,23 @@ def test_what_never_ran_is_called_complete_only_after_a_good_end(stop_reason, le
 
 
 def test_while_it_runs_its_lines_and_progress_are_shown_and_its_verdicts_once_at_the_end(capsys):
+    shown = run.Shown("tiny")
     for name, text in (
         ("stdout", "18 cases on a CPU\nPASS: it is linear\nAIM MISSED: it is fast: 9 s\n"),
         ("stderr", "[1/18] gather T=256: 3.2 MiB, 1.2 s\n"),
     ):
-        run._relay(nbformat.v4.new_output("stream", name=name, text=text))
-    shown = capsys.readouterr().err
-    assert shown == "18 cases on a CPU\n[1/18] gather T=256: 3.2 MiB, 1.2 s\n"
+        shown(nbformat.v4.new_output("stream", name=name, text=text))
+    shown.close()
+    told = capsys.readouterr().err
+    assert "18 cases on a CPU\n" in told and "[1/18] gather T=256: 3.2 MiB, 1.2 s\n" in told
+    assert "PASS" not in told and "AIM" not in told and "tiny: 1 of 18 measured |" in told
+
+
+def test_the_bar_counts_what_is_measured_over_all_cells():
+    shown = run.Shown("tiny")
+    seen = []
+    for done, of in ((1, 18), (18, 18), (1, 4), (2, 4), (1, 4), (4, 4)):
+        shown.count(done, of)
+        seen.append((shown.bar.n, shown.bar.total))
+    shown.close()
+    assert seen == [(1, 18), (18, 18), (19, 22), (20, 22), (23, 26), (26, 26)]

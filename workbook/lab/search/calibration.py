@@ -12,12 +12,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import astuple, dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
 from whyhung.process import preflight
-from whyhung.process.deadlines import longest_gap, stall_bound
 from whyhung.process.runner import Spec
 from whyhung.process.subject import make as make_subject
 from whyhung.process.subject import rank_and_ranks
@@ -33,6 +32,7 @@ LEAST_S, MOST_TIMES = 0.1, 16  # per repeat, over several steps if one is short:
 BUDGET_S = 20.0  # no further point starts after this
 DEADLINE_S = 120.0
 EVERY_S = 0.02  # between two reads of P
+LEAST_STALL_S, GAPS = 5.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,22 @@ class Calibration:
         layers = self.gap_at[0]
         slower = self.model.predict(layers, size[1]) / self.model.predict(*self.gap_at)
         return stall_bound(self.gap_s * max(1.0, slower))
+
+
+def longest_gap(ticks: Iterable[tuple[float, Any]]) -> float:
+    """Return the longest rest of a progress coordinate, from (seconds, coordinate) pairs.
+
+    Time before the first move is not counted, since nothing had begun. 0.0 if nothing moved.
+    """
+    moves = [t for (_, before), (t, p) in pairwise(ticks) if p != before]
+    return max((b - a for a, b in pairwise(moves)), default=0.0)
+
+
+def stall_bound(longest_gap_s: float) -> float:
+    """Return the seconds of rest after which progress is frozen: max(5 s, 10 x the longest gap)."""
+    if not longest_gap_s >= 0:
+        raise ValueError(f"longest_gap_s={longest_gap_s} must not be negative")
+    return max(LEAST_STALL_S, GAPS * longest_gap_s)
 
 
 def size_of(plan: Plan, cell: Mapping[str, Any]) -> tuple[int, int]:

@@ -13,13 +13,14 @@ from typing import Any
 from whyhung.process.gpus import Gpus
 from whyhung.process.runner import Spec
 from whyhung.process.trial import Stopped
-from whyhung.verdict import Verdict, compare, compare_paths
+from whyhung.verdict import Verdict
 from whyhung.watch.evidence import Evidence
 from workbook.lab.search import calibration
 from workbook.lab.search.bisection import Bisection
 from workbook.lab.search.candidates import Cell, Found, Row, Spent, Tried, ordered
 from workbook.lab.search.ledger import FULL, Ledger
 from workbook.lab.search.plan import Plan
+from workbook.lab.search.repeats import compare, compare_paths
 from workbook.lab.sweep import each
 
 # Factors that choose code: trials that differ in one must run different code.

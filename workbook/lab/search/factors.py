@@ -154,6 +154,10 @@ _allocator = must(
 
 
 def _backend(value: Any) -> str:
+    from nsa.attention import known
+
+    if said := refused(known.check, str(value)):  # without torch
+        return said
     from nsa.attention.registry import check_name
 
     return refused(check_name, value)

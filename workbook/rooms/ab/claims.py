@@ -10,9 +10,9 @@ from typing import Any
 
 from scipy.stats import f as fisher
 
-from whyhung.verdict import compare_paths
 from workbook.lab.search.candidates import word
 from workbook.lab.search.execute import same_paths
+from workbook.lab.search.repeats import compare_paths
 from workbook.rooms.ab.plan import Arm
 from workbook.rooms.ab.rules import ARM, COUNTED, TIMED, UNITS, Rule
 from workbook.rooms.ab.trials import Results, Trial

@@ -13,7 +13,6 @@ from workbook.runs.claim import UNDECIDED
 from workbook.runs.metrics import is_gpu
 from workbook.runs.results import Sentence, Stored, StoredRun
 
-FEWER = 10.0  # ratio of operations above which they explain a step's time
 SAME = 1e-6  # relative to the largest output: tolerance for rounding of the same attention in fp64
 ALERT_GIB, LIMIT_GIB = 60.0, 65.0  # from the case study; it writes GB, its allocator MiB
 LAYERS, TOKENS = 12, 2048  # its production model, the subject of GO or NO-GO
@@ -36,79 +35,37 @@ class Answer:
 NOTHING = Answer(None, "no stored run says")
 
 
-def nothing(stored: Stored) -> Answer:
-    return NOTHING
-
-
-def _late(stored: Stored) -> list[tuple[dict[str, Any], str]]:
-    """Rows of the same run under longer and longer deadlines, and the location of each."""
-    found = stored.sentence("03", "the same run comes further")
-    if found is None or not isinstance(found.evidence, dict) or "trials" not in found.evidence:
-        return []
-    run = next(run for run in stored.runs if run.folder == found.folder)
-    rows = {r["config"].get("trial"): r for r in run.rows if r["metric"] == "steps_reached"}
-    carried = {path.name: run.opens(path) for path in found.trials}
-    ids = [id for id in found.evidence["trials"] if id in rows]
-    return [(rows[id], carried.get(id, found.where)) for id in ids]
-
-
 def late_is(stored: Stored, column: str, pattern: str) -> Answer:
     """Decide whether that column of the trial under the old deadline matches `pattern`."""
-    trials = _late(stored)
-    if not trials:
+    found = stored.sentence("03", "the same run comes further")
+    if found is None or not isinstance(found.evidence, dict) or "trials" not in found.evidence:
         return NOTHING
-    (row, where), *_ = trials
-    seen, of = row["config"], f"trial {row['config']['trial']}"
+    run = next(run for run in stored.runs if run.folder == found.folder)
+    rows = {r["config"].get("trial"): r for r in run.rows if r["metric"] == "steps_reached"}
+    id = next((id for id in found.evidence["trials"] if id in rows), None)
+    if id is None:
+        return NOTHING
+    seen, step = rows[id]["config"], rows[id]["median"]
+    where = next((run.opens(path) for path in found.trials if path.name == id), found.where)
     holds = re.match(pattern, seen[column]) is not None
-    return Answer(holds, f"{of}: {seen['verdict']}, in step {row['median']:g}", (where,))
+    return Answer(holds, f"trial {id}: {seen['verdict']}, in step {step:g}", (where,))
 
 
-def further(stored: Stored) -> Answer:
-    trials = _late(stored)[:2]
-    if len(trials) < 2:
-        return NOTHING
-    (one, _), (two, _) = trials
-    told = ", ".join(f"step {row['median']:g} at {row['x_value']:g} x" for row, _ in trials)
-    holds = two["median"] > one["median"] or two["config"]["old_rule"] == "PASS"
-    return Answer(holds, told, tuple(where for _, where in trials))
-
-
-def _steps_cost(stored: Stored) -> tuple[StoredRun, dict[str, dict[str, float]]] | None:
-    """Operations and latency of a step of the loop and of dense masks, at the loop's T."""
-    names = ("operations", "latency")
-    found = stored.rows("03", lambda r: r["metric"] in names and _measured(r), operation="step")
+def times_as_much(stored: Stored, least: dict[str, float]) -> Answer:
+    """Decide whether a step of the loop takes more than `least` times each of these metrics of a
+    step of dense masks, at the loop's T."""
+    found = stored.rows("03", lambda r: r["metric"] in least and _measured(r), operation="step")
     if found is None:
-        return None
+        return NOTHING
     run, rows = found
     tokens = next((r["x_value"] for r in rows if r["backend"] == "loop"), None)
-    cost: dict[str, dict[str, float]] = {"loop": {}, "masked": {}}
-    for row in rows:
-        if row["x_value"] == tokens and row["backend"] in cost:
-            cost[row["backend"]][row["metric"]] = row["median"]
-    return (run, cost) if all(len(each) == 2 for each in cost.values()) else None
-
-
-def operations_explain(stored: Stored) -> Answer:
-    found = _steps_cost(stored)
-    if found is None:
+    of = {(r["backend"], r["metric"]): r["median"] for r in rows if r["x_value"] == tokens}
+    if any((path, metric) not in of for path in ("loop", "masked") for metric in least):
         return NOTHING
-    run, cost = found
-    loop, masked = cost.values()
-    fewer = loop["operations"] > FEWER * masked["operations"]
-    slower = loop["latency"] > FEWER / 2 * masked["latency"]
-    times = [loop[name] / masked[name] for name in ("operations", "latency")]
-    told = f"{times[0]:.0f} times the operations of dense masks, {times[1]:.0f} times their time"
-    return Answer(fewer and slower, told, (run.metrics,))
-
-
-def paths_differ(stored: Stored) -> Answer:
-    found = _steps_cost(stored)
-    if found is None:
-        return NOTHING
-    run, cost = found
-    loop, masked = (int(each["operations"]) for each in cost.values())
-    told = f"{loop:,} operations a step of the loop, {masked:,} of dense masks"
-    return Answer(loop != masked, told, (run.metrics,))
+    times = {metric: of["loop", metric] / of["masked", metric] for metric in least}
+    told = ", ".join(f"{n:.3g} times the {metric}" for metric, n in times.items())
+    more = all(n > least[metric] for metric, n in times.items())
+    return Answer(more, f"{told} of dense masks", (run.metrics,))
 
 
 def loop_is_attention(stored: Stored) -> Answer:
@@ -157,69 +114,50 @@ def _joined(found: list[Sentence], wanted: int) -> Answer:
     return Answer(True, "; ".join(s.claim for s in found), where)
 
 
-def _factor_matters(stored: Stored, factor: str, least: Collection[str] = ()) -> Answer:
-    """Decide whether variants in the newest A/B run that varies this factor, over at least these
-    values, ended differently."""
+def matters(
+    stored: Stored, factor: str, notebooks: list[str], pattern: str = "", values: Collection = ()
+) -> Answer:
+    """Decide whether `factor` changes how things end, over at least these of its values.
+
+    By the newest A/B run that varies it; else by the sentences of these notebooks that match
+    `pattern`, in the newest run of each value, on two ranks for "communication".
+    """
     for run in stored.of("08"):
         ended: dict[str, set[str]] = {}
-        for row in run.rows:
-            if factor in row["config"]:
-                outcome = row["config"].get("outcome", "PASS")
-                ended.setdefault(str(row["config"][factor]), set()).add(outcome)
-        if len(ended) > 1 and set(least) <= set(ended):
+        for config in (row["config"] for row in run.rows if factor in row["config"]):
+            ended.setdefault(str(config[factor]), set()).add(config.get("outcome", "PASS"))
+        if len(ended) > 1 and set(values) <= set(ended):
             apart = len({frozenset(outcomes) for outcomes in ended.values()}) > 1
             told = "; ".join(", ".join(sorted(outcomes)) for outcomes in ended.values())
             return Answer(apart, f"{len(ended)} variants of {factor}: {told}", (run.metrics,))
+    for notebook in notebooks:
+        decided: dict[str, dict[str, Sentence]] = {}
+        for run in reversed(stored.of(notebook)):
+            found = {s.key: s for s in run.sentences
+                     if s.verdict not in UNDECIDED and re.match(pattern, s.claim)}  # fmt: skip
+            decided |= dict.fromkeys(_labels(run, factor), found)
+        if len(decided) < 2 or not set(values) <= set(decided):
+            continue
+        if shared := sorted(set.intersection(*map(set, decided.values()))):
+            apart = [k for k in shared if len({each[k].verdict for each in decided.values()}) > 1]
+            told = (
+                f"{len(apart)} of {len(shared)} sentences of {notebook} come out otherwise under "
+            )
+            told += ", ".join(sorted(decided)) + "".join(f"; {key}" for key in apart[:1])
+            key = (apart or shared)[0]
+            return Answer(bool(apart), told, tuple(each[key].where for each in decided.values()))
     return NOTHING
 
 
-def transport_matters(stored: Stored) -> Answer:
-    """Decide whether two ranks' gradients are correct under only one of NCCL and gloo."""
-    both = ("nccl", "gloo")
-    if (compared := _factor_matters(stored, "communication", both)).holds is not None:
-        return compared
-    found = {}
-    for name in both:
-
-        def among(run: StoredRun, name=name) -> bool:
-            return _ranks(2)(run) and name in _transports(run)
-
-        found[name] = stored.sentence("05", "ddp: ", among=among)
-    if any(s is None or s.verdict not in ("PASS", "FAIL") for s in found.values()):
-        return NOTHING
-    told = ", ".join(f"{name}: {s.verdict}, {s.claim}" for name, s in found.items() if s)
-    verdicts = {s.verdict for s in found.values() if s}
-    return Answer(len(verdicts) > 1, told, tuple(s.where for s in found.values() if s))
-
-
-def _transports(run: StoredRun) -> set[str]:
-    """Communication backends in the run's rows ("auto": NCCL on GPUs, else gloo)."""
+def _labels(run: StoredRun, factor: str) -> set[str]:
+    """Versions of torch of a run's rows ("python"), or its communication backends on two ranks
+    ("auto": NCCL on GPUs, else gloo)."""
+    if factor == "python":
+        return {row["torch"] for row in run.rows} - {""}
     rows = [row["config"] for row in run.rows if "communication" in row["config"]]
     automatic = {"cuda": "nccl"}
-    return {c["communication"] or automatic.get(c.get("device"), "gloo") for c in rows}
-
-
-def version_matters(stored: Stored) -> Answer:
-    """Decide whether sentences of tracing or correctness differ in verdict under another torch."""
-    if (compared := _factor_matters(stored, "python")).holds is not None:
-        return compared
-    for notebook in ("05", "00"):
-        by_version: dict[str, StoredRun] = {}
-        for run in reversed(stored.of(notebook)):
-            by_version |= dict.fromkeys({r["torch"] for r in run.rows} - {""}, run)
-        if len(by_version) < 2:
-            continue
-        decided = [
-            {s.key: s for s in run.sentences if s.verdict not in UNDECIDED}
-            for run in by_version.values()
-        ]
-        if not (shared := sorted(set.intersection(*map(set, decided)))):
-            continue
-        apart = [k for k in shared if len({each[k].verdict for each in decided}) > 1]
-        told = f"{len(shared)} sentences of {notebook} under torch {', '.join(sorted(by_version))}"
-        told += f": {len(apart)} otherwise" + (f", {apart[0]}" if apart else "")
-        return Answer(bool(apart), told, tuple(run.metrics for run in by_version.values()))
-    return NOTHING
+    named = {c["communication"] or automatic.get(c.get("device"), "gloo") for c in rows}
+    return named if _ranks(2)(run) else set()
 
 
 PEAKS = {  # notebooks and operations of the rows that hold them

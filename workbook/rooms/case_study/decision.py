@@ -27,14 +27,13 @@ class Question:
 
     text: str
     to: tuple[str, str]
-    at: tuple[float, float]
     wants: str
     today: tuple[str, ...] = ()
     loop: tuple[str, ...] = ()
 
     def answer(self, stored: Stored, subject: str) -> Answer:
-        name, *given = {"today": self.today, "loop": self.loop}[subject] or ("nothing",)
-        return getattr(answers, name)(stored, *given)
+        rule = {"today": self.today, "loop": self.loop}[subject]
+        return getattr(answers, rule[0])(stored, *rule[1:]) if rule else answers.NOTHING
 
     def provided_by(self, subject: str) -> str:
         return LOOP if subject == "loop" else self.wants
@@ -45,7 +44,6 @@ class Leaf:
     """Conclusion; `then`: the question that follows, if it is not the end."""
 
     text: str
-    at: tuple[float, float]
     then: str = ""
 
 
@@ -73,29 +71,16 @@ class Decision:
     missing: str = ""
 
     @property
-    def nodes(self) -> list[str]:
-        """Questions and leaves in the order of the path."""
-        met, leaves = [], list(self.leaves)
-        for node, answer in self.path:
-            met.append(node)
-            if answer.holds is not None and (to := _next(node, answer)) in leaves:
-                met.append(to)
-        return met
-
-    @property
     def conclusion(self) -> str:
         """Leaves in words, and the command that would answer the missing question."""
         told = [LEAVES[leaf].text for leaf in self.leaves]
         if self.missing:
             question = TREE[self.missing]
-            text, command = question.text.replace("\n", " "), question.provided_by(self.subject)
-            told.append(f"INCONCLUSIVE: nothing stored answers {text!r}; it wants {command}")
+            command = question.provided_by(self.subject)
+            told.append(
+                f"INCONCLUSIVE: nothing stored answers {question.text!r}; it wants {command}"
+            )
         return "; ".join(told)
-
-
-def _next(node: str, answer: Answer) -> str:
-    yes, no = TREE[node].to
-    return yes if answer.holds else no
 
 
 def decide(stored: Stored, subject: str) -> Decision:
@@ -108,7 +93,7 @@ def decide(stored: Stored, subject: str) -> Decision:
         path.append((node, answer))
         if answer.holds is None:
             return Decision(subject, tuple(path), tuple(leaves), node)
-        node = _next(node, answer)
+        node = TREE[node].to[0 if answer.holds else 1]
         if node in LEAVES:
             leaves.append(node)
             node = LEAVES[node].then

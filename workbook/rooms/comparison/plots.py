@@ -33,29 +33,19 @@ def headline(df, *, note: str = ""):
         raise ValueError("no rows of latency of mode step on random queries")
     shape = rows.groupby("shape", sort=False)["x_value"].nunique().idxmax()
     rows = rows[rows["shape"] == shape]
-    with looks.figure(1, 4.2) as (fig, (axes,)):
+    at_longest = rows[rows["x_value"] == rows["x_value"].max()].set_index("backend")["median"]
+    with looks.figure(1, 4.2, names="at ends") as (fig, (axes,)):
         fig.set_figwidth(8.4)
-        named = []
         for backend, line in looks.backends(rows):
             _line(axes, backend, line.sort_values("x_value"), metrics.on_gpu(rows))
-            last = line.sort_values("x_value").iloc[-1]
-            colour = LIMIT_LOOKS[backend][0] if backend in LIMIT_LOOKS else looks.look(backend)[0]
-            named.append((last["x_value"], last["median"], backend, colour))
+            if {backend, "triton"} <= {*at_longest.index} and backend != "triton":
+                times = at_longest[backend] / at_longest["triton"]
+                axes.lines[-1].set_label(f"{axes.lines[-1].get_label()}: {times:.2g} x")
         looks.title(axes, f"Forward and backward of one call, {shape}", note)
         axes.set(xlabel="T (tokens)", ylabel="time (ms)")
         axes.set_xscale("log", base=2)
         looks.log_axis(axes.yaxis)
         looks.plain_ticks(axes, rows["x_value"])
-        longest = max(x for x, *_ in named)
-        there = {backend: y for x, y, backend, _ in named if x == longest}
-        ours = there.get("triton")
-        for x, y, backend, colour in sorted(named, key=lambda each: -each[1]):
-            name = LIMIT_LOOKS.get(backend, ("", backend))[1]
-            if ours and x == longest and backend != "triton":
-                name += f": {y / ours:.2g} x"
-            looks.at_end(axes, x, y, name, colour, above=x < longest)
-        for line in axes.lines:
-            line.set_label(f"_{line.get_label()}")  # named at their ends
     return fig
 
 
@@ -84,7 +74,8 @@ def _over_tokens(df, metric: str, unit: str, note: str):
     # if nothing was measured, the panels show that
     least = min(2, max(lengths))
     kinds = [kind for kind, count in zip(kinds, lengths, strict=True) if count >= least]
-    with looks.figure(len(kinds) * len(MODES), 3.5) as (fig, panels):
+    with looks.figure(len(kinds) * len(MODES), 3.5, same_y=True, names="at ends") as made:
+        fig, panels = made
         for index, axes in enumerate(panels):
             (shape, queries), frame = kinds[index // len(MODES)]
             mode = MODES[index % len(MODES)]

@@ -16,9 +16,7 @@ from typing import Any
 from nsa.parallel.mesh import METHODS
 from whyhung.process.ranks import run_ranks
 from workbook.lab.measure.shapes import Shape, count
-from workbook.rooms.long_context.cells import Cell
-
-ENTRY = "workbook.rooms.long_context.child:measure_rank"
+from workbook.rooms.long_context.cells import ENTRY, Cell, cells_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,7 +25,9 @@ def parser() -> argparse.ArgumentParser:
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     option = made.add_argument
     option("--out", required=True, type=Path, help="folder of the rows")
-    option("--ranks", type=int, default=2, help="processes; cells have 1, 2, 4 .. so many")
+    option("--ranks", type=int, default=2, help="processes of the launch")
+    text = "cells on so many of them, in this order, as 4,2,1; by default 1, 2, 4 .. --ranks"
+    option("--on", type=_numbers, help=text)
     option("--tokens", type=_words, default=["32k", "128k"], help="T, as 32k,128k,1m")
     option("--methods", type=_words, default=list(METHODS), help=f"of {', '.join(METHODS)}")
     option("--heads-at-once", type=int, help="KV heads that gather holds; by default all")
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the cells; return 0, 1 if a rank did not end well, 2 for options that cannot be run."""
     given = parser().parse_args(argv)
     try:
-        cells = cells_of(given)
+        cells = _cells(given)
     except ValueError as error:
         print(f"long_context: {error}", file=sys.stderr)
         return 2
@@ -66,22 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(failed))
 
 
-def cells_of(given: argparse.Namespace) -> list[Cell]:
-    """Cells by T: one rank, then each power of two of ranks by each method."""
+def _cells(given: argparse.Namespace) -> list[Cell]:
     sizes = {"heads": given.heads, "kv_heads": given.kv_heads, "dtype": given.dtype}
     sizes |= {"dim": given.dim, "value_dim": given.dim}
     if given.ranks < 1:
         raise ValueError(f"ranks={given.ranks} must be at least 1")
-    several = [2**n for n in range(1, given.ranks.bit_length()) if given.ranks % 2**n == 0]
-    cells = []
-    for text in given.tokens:
-        shape = Shape(count(text), **sizes)
-        cells.append(Cell(shape))
-        for ranks in several:
-            for method in given.methods:
-                held = given.heads_at_once if method == "gather" else None
-                cells.append(Cell(shape, ranks, method, held))
-    return cells
+    counts = given.on or [2**n for n in range(given.ranks.bit_length()) if given.ranks % 2**n == 0]
+    if other := [n for n in counts if n < 1 or given.ranks % n]:
+        raise ValueError(f"--on {other[0]} is no part of {given.ranks} ranks; a divisor would do")
+    shapes = [Shape(count(text), **sizes) for text in given.tokens]
+    return cells_of(shapes, counts, given.methods, given.heads_at_once)
 
 
 def told(row: dict[str, Any]) -> str:
@@ -95,6 +89,10 @@ def told(row: dict[str, Any]) -> str:
     if differ:
         parts.append(f"differs by {max(differ.values()):.2g}")
     return f"{cell}: {', '.join(parts)}"
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in _words(text)]
 
 
 def _words(text: str) -> list[str]:

@@ -2,9 +2,12 @@
 
 import gc
 import json
+import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from nsa.parallel.mesh import ContextParallel
 from whyhung.process.child import is_out_of_memory
 from workbook.lab.measure.attention_inputs import Drawn, draw
 from workbook.lab.measure.kernels import activities_of, device_work, gaps
+from workbook.lab.measure.recorders import MIB
 from workbook.lab.measure.shapes import Shape
 from workbook.lab.measure.timing import extra_memory, gradients, mark, seconds_between, wait
 from workbook.rooms.long_context.cells import Cell
@@ -33,20 +37,21 @@ MOST = 2.0**-7  # of the largest number: two units in the last place of bf16
 def measure_rank(spec: dict) -> dict:
     """Measure {"cells": [Cell.to_dict()], "device", "backend", "equal_up_to": T, "file"}.
 
-    Returns {"rows"}, a row a cell, see `Subject.measure`; rank 0 also appends each to `file` at
-    once. A cell of fewer ranks than the launch has runs on every group of so many, and has the
-    slowest group's time and the largest memory. Up to `equal_up_to` tokens every rank also computes
-    the whole sequence alone, and compares.
+    Returns {"rows"}, a row a cell, see `Subject.measure` and `about`; rank 0 also appends each to
+    `file` at once. A cell of fewer ranks than the launch has runs on every group of so many, and
+    has the slowest group's time and the largest memory. Up to `equal_up_to` tokens every rank also
+    computes the whole sequence alone, and compares.
     """
     place = parallel.start("ddp", device=spec["device"])
     try:
         device, rows = torch.device(place.device), []
         if device.type == "cpu":
             torch.set_num_threads(1)
+        known = about(device)
         for values in spec["cells"]:
             cell = Cell.from_dict(values)
             row = Subject(cell, device, spec["backend"]).measure(spec["equal_up_to"])
-            rows.append({"cell": values} | row)
+            rows.append({"cell": values} | row | known)
             if place.rank == 0 and spec.get("file"):
                 with Path(spec["file"]).open("a", encoding="utf-8") as file:
                     print(json.dumps(rows[-1]), file=file, flush=True)
@@ -73,14 +78,15 @@ class Subject:
 
         outcome: "ok", "oom" or "error", with `message`. ms: {"forward", "backward"} from idle to
         idle, the median of calls, of the slowest rank each. memory_mib: peaks beyond inputs and
-        outputs. difference: {name: largest difference from one rank's result over the largest
-        value}. sending: {"sent_ms", "alone_ms", "step_ms"} of a profiled forward and backward on a
-        GPU: collectives, those of them while nothing else ran, and all.
+        outputs. allocated_mib, on a GPU: {"forward", "both"}, peaks of all tensors, in a forward
+        alone and with the backward. difference: {name: largest difference from one rank's result
+        over the largest value}. sending: {"sent_ms", "alone_ms", "step_ms"} of a profiled forward
+        and backward on a GPU: collectives, those of them while nothing else ran, and all.
         """
         row: dict[str, Any] = {"outcome": "ok", "message": ""}
         try:
             if self.cell.ranks > 1 and self.cell.shape.tokens <= equal_up_to:
-                row["difference"] = self._merged(self._difference(), max)
+                row["difference"] = self._merged(self._difference(), largest)
             row |= self._timed(self._own())
         except Exception as error:
             ended = "oom" if is_out_of_memory(error) else "error"
@@ -133,7 +139,7 @@ class Subject:
             with torch.no_grad():
                 o = nsa_attention(*given, **options)
                 apart = (self._call(mine) - layout.shard(o, self.context.rank)).abs().amax(-1)
-                differ["rows"] = float((apart > MOST * o.abs().max()).double().mean())
+                differ["rows"] = float((~(apart <= MOST * o.abs().max())).double().mean())
         return differ
 
     def _timed(self, drawn: Drawn) -> dict[str, Any]:
@@ -148,6 +154,7 @@ class Subject:
             held: list[Tensor] = []
             forward.append(self._once(lambda: held.append(self._call(drawn))))  # noqa: B023
             backward.append(self._once(lambda: gradients(held.pop(), leaves, do)))  # noqa: B023
+        base = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         memory = extra_memory(lambda: self._call(drawn), leaves, do, True)
         mib = {"forward": memory.forward, "backward": memory.backward}
         row = {"ms": {"forward": statistics.median(forward)}}
@@ -155,6 +162,9 @@ class Subject:
         row["each_ms"] = {"forward": forward, "backward": backward}
         row["memory_mib"] = self._merged(mib, max)
         if self.device.type == "cuda":
+            ahead = base / MIB + memory.forward + do.nbytes / MIB  # o is as large as its gradient
+            back = ahead - memory.forward + memory.backward + sum(x.nbytes for x in leaves) / MIB
+            row["allocated_mib"] = self._merged({"forward": ahead, "both": max(ahead, back)}, max)
             row["sending"] = self._sending(lambda: gradients(self._call(drawn), leaves, do))
         return row
 
@@ -191,6 +201,13 @@ class Subject:
         return {name: how(each[name] for each in every) for name in values}
 
 
+def about(device: torch.device) -> dict[str, str | None]:
+    """Names of the device, and versions of torch and of Triton, None without it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    triton = version("triton") if find_spec("triton") else None
+    return {"device": name, "torch": torch.__version__, "triton": triton}
+
+
 def mapped(drawn: Drawn, how: Callable[[Tensor], Tensor]) -> Drawn:
     """Inputs whose tensors went through `how`, as leaves of a new graph."""
 
@@ -223,7 +240,13 @@ def some_blocks(shape: Shape, device: torch.device) -> Tensor:
     return blocks.masked_fill(blocks == none, -1)
 
 
-def furthest(x: Tensor, y: Tensor, largest: float) -> float:
-    """Largest difference of [B, T, ...] relative to `largest`, some rows at a time."""
+def largest(values: Iterable[float]) -> float:
+    """Largest value, NaN if one is: Python's own `max` may lose it."""
+    values = list(values)
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def furthest(x: Tensor, y: Tensor, of: float) -> float:
+    """Largest difference of [B, T, ...] relative to `of`, some rows at a time."""
     pairs = zip(x.split(COMPARED, 1), y.split(COMPARED, 1), strict=True)
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs) / (largest or 1.0)
+    return largest(float((a.double() - b.double()).abs().max()) for a, b in pairs) / (of or 1.0)

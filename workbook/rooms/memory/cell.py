@@ -7,7 +7,7 @@ from math import nan
 from typing import Any
 
 from nsa.spelling import choice
-from workbook.lab.training import TrainingSpec, longest_tokens
+from workbook.lab.training import TrainingSpec, attention_named, longest_tokens
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def memory_grid(
     dtype: str = "fp32",
     **fixed: Any,
 ) -> list[TrainingSpec]:
-    """Make a cell for each preset, number of layers, backend and T, in that order.
+    """Make a cell for each preset, number of layers, backend and T, in that order; "dense" among
+    the backends is the dense baseline.
 
     `longest` excludes T beyond a backend's limit: "sequential=256", or with a colon. `layers` may
     be empty: each preset's own number. `dtype` is their precision, "fp32" or "bf16"; `fixed` holds
@@ -61,7 +62,7 @@ def memory_grid(
     choice("dtype", dtype, ("fp32", "bf16"))
     most, same = longest_tokens(longest), fixed | {"precision": dtype}
     cells = [
-        TrainingSpec(preset=preset, layers=depth, backend=backend, tokens=length, **same)
+        TrainingSpec(preset, length, layers=depth, **attention_named(backend), **same)
         for preset, depth, backend, length in product(presets, layers or [None], backends, tokens)
         if length <= most.get(backend, length)
     ]

@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from workbook.lab.estimate.gpus import gpu_named
 from workbook.runs import looks, metrics, timeline
 from workbook.runs.looks import GREY
 from workbook.runs.scaling import local_exponents
 
 MIB_PER_GIB = 1024
+BESIDE = "Beside the case study"
+CARDS = {"H100": "an H100 of 80 GB", "H200": "an H200 of 141 GB"}
 Line = tuple[Sequence[float], Sequence[float]]  # tokens, MiB
 Curves = Mapping[str, Line | Mapping[str, Line]]
 
@@ -32,14 +35,15 @@ def scaling(
         here = [] if squeezed else reported
         wanted.append((f"Peak memory: {model}", frame, predicted, here))
         if squeezed:
-            wanted.append(("Beside the case study", frame, [], reported))
-    with looks.figure(len(wanted), 3.9) as (fig, panels):
+            wanted.append((BESIDE, frame, [], reported))
+    alike = not any(title == BESIDE for title, *_ in wanted)
+    with looks.figure(len(wanted), 3.9, same_y=alike, names="at ends") as (fig, panels):
         for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
             for backend, line in looks.backends(frame):
                 good = line[line["median"].notna()]
-                colour, marker = looks.look(backend)
-                look = {"color": colour, "marker": marker, "label": backend, "zorder": 3}
-                axes.plot(good["x_value"], good["median"] / scale, **look)
+                look = looks.line(backend) | {"zorder": 3}
+                if len(good):
+                    axes.plot(good["x_value"], good["median"] / scale, **look)
             for label, (tokens, mib) in predicted:
                 look = {"color": looks.look(label)[0], "label": f"predicted: {label}", "lw": 1.1}
                 axes.plot(tokens, np.asarray(mib, float) / scale, "--", **look)
@@ -57,10 +61,44 @@ def scaling(
     return fig
 
 
+def headline(df, *, note: str = ""):
+    """Plot the peak of a training step against T in one panel, for a talk.
+
+    The model with the most lengths; each line has its name and value at its end, a failure is a
+    cross, and dashed lines are what 80 GB and 141 GB cards have. Raises ValueError without rows.
+    """
+    models = looks.models(looks.peaks(df, "step"))
+    model = max(models, key=lambda name: models[name]["x_value"].nunique())
+    frame = models[model]
+    frame = frame.assign(median=frame["median"] / MIB_PER_GIB)
+    with looks.figure(1, 4.2, names="at ends") as (fig, (axes,)):
+        fig.set_figwidth(8.4)
+        for name in CARDS:
+            gib = gpu_named(name).total / 2**30
+            axes.axhline(gib, color="#9a9a9a", lw=1.0, ls="--", zorder=0)
+            said = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": GREY}
+            # Between the lines that end early on the left and those that reach it on the right.
+            said |= {"ha": "center", "va": "bottom"}
+            axes.annotate(f"{CARDS[name]}: {gib:.0f} GiB", (0.45, gib), **said)
+        for backend, line in looks.backends(frame):
+            good = line[line["median"].notna()]
+            style = looks.line(backend) | {"zorder": 3}
+            if len(good):
+                style["label"] += f": {good['median'].iloc[-1]:.3g} GiB"
+                axes.plot(good["x_value"], good["median"], **style)
+        axes.set_xscale("log", base=2)
+        looks.log_axis(axes.yaxis)
+        _mark_failures(axes, frame)
+        axes.set(xlabel="T (tokens)", ylabel="peak memory of a step (GiB)")
+        looks.title(axes, f"A training step, {model}, one sequence", note)
+        looks.plain_ticks(axes, frame["x_value"])
+    return fig
+
+
 def exponents(df):
     """Plot the exponent between neighbouring T: 1 is linear, 2 is quadratic."""
     models = looks.models(looks.peaks(df, "step"))
-    with looks.figure(len(models), 3.2) as (fig, panels):
+    with looks.figure(len(models), 3.2, same_y=True, names="at ends") as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
             for backend, line in looks.backends(frame):
                 line = line[line["median"].notna()]
@@ -68,9 +106,8 @@ def exponents(df):
                     continue
                 tokens = line["x_value"].to_numpy()
                 found = local_exponents(tokens, line["median"])
-                colour, marker = looks.look(backend)
                 middle = np.sqrt(tokens[1:] * tokens[:-1])
-                axes.plot(middle, found, color=colour, marker=marker, label=backend)
+                axes.plot(middle, found, **looks.line(backend))
             for level, name in ((1, "linear"), (2, "quadratic")):
                 axes.axhline(level, color="#9a9a9a", lw=0.9, ls="--", zorder=0)
                 look = {"ha": "right", "va": "bottom", "fontsize": 8, "color": GREY}
@@ -94,7 +131,7 @@ def categories(df, tokens: int | None = None):
     rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
     models = looks.models(rows)
     unit, scale = _unit(df)
-    with looks.figure(len(models), 3.4) as (fig, panels):
+    with looks.figure(len(models), 3.4, same_y=True) as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
             at = tokens if tokens is not None else looks.largest_common(frame)
             frame = frame[frame["x_value"] == at]
@@ -111,10 +148,12 @@ def categories(df, tokens: int | None = None):
                 look = {"color": colour, "label": label}
                 axes.bar(table.index, held, bottom=below, **look)
                 below += held.to_numpy()
-            axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.06 * below.max() or 1))
-            looks.title(axes, f"Peak by category: {model}, T = {at:.0f}")
+            for place, total in enumerate(below):
+                said = f"{total:.0f}" if total >= 10 else f"{total:.2g}"
+                axes.text(place, total, said, ha="center", va="bottom", fontsize=8)
+            axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.08 * below.max() or 1))
+            looks.title(axes, f"Peak by category: {model}, T {looks.length(at)}")
             axes.grid(False, axis="x")
-            axes.tick_params(axis="x", rotation=20)
     return fig
 
 

@@ -19,6 +19,8 @@ from workbook.runs.scaling import Fit, fit_exponent, local_exponents
 
 # Categories independent of T; the rest of a peak grows.
 CONSTANT = ("parameters", "gradients", "optimizer_state", "resident")
+# Backends that never make a T x T tensor.
+LINEAR = ("gather", "packed", "flex", "triton")
 STUDY = "case study, 5 layers"
 
 

@@ -70,6 +70,7 @@ def row_of(cell: TrainingSpec, ended: Outcome) -> dict:
     how = {"outcome": ended.status, "message": ended.message, "evidence": ended.evidence}
     how |= {"seconds": ended.seconds, "alone": ended.alone}
     how["timing"] = timing if ended.alone else "contended"
+    how |= {"backend": cell.name}
     return cell.to_dict() | how | asdict(Measured(**(ended.result or {})))
 
 

@@ -1,6 +1,5 @@
 """The cells of the notebook: trained in child processes, or read from rows made before."""
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,13 +12,12 @@ from whyhung.process import gpus
 from workbook.lab import sweep
 from workbook.rooms.quality.cells import BASE, DENSE, Cell, cells_of
 from workbook.rooms.quality.planted import KINDS
-from workbook.runs.environment import PACKAGE
-from workbook.runs.files import plain, write_atomically
+from workbook.runs import measured
+from workbook.runs.measured import FILE, read, write
 
 ENTRY = "workbook.rooms.quality.child:train_cell"
 MAX_TEXT = 8 << 20  # bytes of a CPU's training text, which reads less of it
-DONE = ("ok", "diverged")
-FILE = "rows.jsonl"
+__all__ = ["FILE", "cells", "check_parameters", "measure", "read", "to_metrics", "write"]
 
 Rows = Sequence[dict[str, Any]]
 
@@ -40,33 +38,7 @@ def check_parameters(values: Mapping[str, Any]) -> None:
     if len(set(found)) < len(found):
         raise ValueError("two cells are equal; each arm, seed and length is named once")
     choice("longest", values["longest"], (1, 2, 4))
-    for file in values["rows"]:
-        if not _place(file).is_file():
-            raise ValueError(
-                f"rows={file!r} is no file; python -m workbook.rooms.quality makes one"
-            )
-
-
-def read(files: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows that the command wrote, of several calls; of a cell in two of them the one that is done.
-    ValueError for a file that holds none."""
-    found: dict[str, dict[str, Any]] = {}
-    for file in files:
-        try:
-            rows = [json.loads(line) for line in _place(file).read_text("utf-8").splitlines()]
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{file} holds no rows: {error}") from error
-        for row in rows:
-            name = json.dumps(row["cell"])
-            if found.get(name, {}).get("outcome") not in DONE:
-                found[name] = row
-    return list(found.values())
-
-
-def _place(file: str) -> Path:
-    """Path of a file named from where the command was given or, as a notebook runs in its own
-    folder, from the top of the clone."""
-    return Path(file) if Path(file).is_file() else PACKAGE.parent / file
+    measured.check_files(values["rows"], "python -m workbook.rooms.quality")
 
 
 def measure(
@@ -122,12 +94,6 @@ def _row(cell: Cell, ended: Any) -> dict[str, Any]:
         "outcome": status,
         "message": f"{ended.status}: {ended.message}",
     }
-
-
-def write(rows: Rows, folder: Path) -> None:
-    """Write the whole rows into the run's folder, as the command does."""
-    lines = (json.dumps(plain(row), allow_nan=False) + "\n" for row in rows)
-    write_atomically(folder / FILE, "".join(lines))
 
 
 def to_metrics(rows: Rows) -> list[dict[str, Any]]:

@@ -7,11 +7,11 @@ import numpy as np
 from workbook.rooms.selfcheck import table
 from workbook.rooms.selfcheck.judged import Judged
 from workbook.runs import looks
-from workbook.runs.looks import GREY, RED
+from workbook.runs.looks import RED
 
 
 def matrices(rows: Sequence[Judged]):
-    """Plot programs against their labels, wrong ones in a red frame."""
+    """Plot programs against their labels: right ones blue, wrong ones orange in a red frame."""
     counts = table.confusion(rows)
     if counts.empty:
         return looks.nothing("nothing was run")
@@ -24,21 +24,23 @@ def _matrix(axes, counts, wrong) -> None:
     from matplotlib.patches import Rectangle
 
     shares = counts.to_numpy() / counts.to_numpy().sum(axis=1, keepdims=True)
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
-    axes.grid(False)
     bad = wrong.reindex(index=counts.index, columns=counts.columns, fill_value=0).to_numpy()
+    axes.imshow(np.where(bad, np.nan, shares), cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
+    axes.imshow(np.where(bad, 0.4, np.nan), cmap="Oranges", vmin=0, vmax=1, aspect="auto")
+    axes.grid(False)
     for (y, x), count in np.ndenumerate(counts.to_numpy()):
         if not count:
             continue
-        colour = RED if bad[y, x] else "black"
-        axes.text(x, y, str(count), ha="center", va="center", color=colour)
+        axes.text(x, y, str(count), ha="center", va="center")
         if bad[y, x]:
             frame = Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, ec=RED, lw=2)
             axes.add_patch(frame)
     slanted = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
     axes.set_xticks(range(len(counts.columns)), counts.columns, **slanted)
-    axes.set_yticks(range(len(counts.index)), counts.index)
-    axes.set(xlabel="found")
+    # what is planted to be called one word, and the groups of many programs
+    names = [f"planted: {name}" if name.isupper() else f"programs: {name}" for name in counts.index]
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="called")
 
 
 def latency(rows: Sequence[Judged]):
@@ -55,11 +57,14 @@ def latency(rows: Sequence[Judged]):
             style = {"color": colour, "marker": marker, "ms": 4, "where": "post"}
             axes.step(rested, share, **style, label=f"load {load}: {len(rested)} of {len(mine)}")
             limit = table.certified_within_s(load)
-            axes.axvline(limit, color=GREY, ls=":", lw=1)
-        axes.axhline(90, color=GREY, ls=":", lw=1)
+            axes.axvline(limit, color=colour, ls=":", lw=1)
+            axes.plot(limit, 90, "D", color=colour, mfc="white", zorder=4)
+            said = f" aim at load {load}: 90 % in {limit:g} s"
+            where = {"rotation": 90, "ha": "right", "va": "bottom"}
+            axes.text(limit, 0, said, fontsize=8, color=colour, **where)
         axes.set(xlim=(0, None), ylim=(0, 105))
         axes.set(xlabel="time since the last progress (s)", ylabel="certified (%)")
-        looks.title(axes, "How soon a hang has its certificate", "dotted: the aims")
+        looks.title(axes, "How soon a hang has its certificate")
     return fig
 
 

@@ -25,7 +25,7 @@ def speed(df, *, note: str = "", reported: bool = True):
     """
     models = [(*model, beside) for model in _by_model(df, "tokens_per_second")
               for beside in (False, True)[: 1 + reported]]  # fmt: skip
-    with looks.figure(len(models), 3.6) as (fig, panels):
+    with looks.figure(len(models), 3.6, names="at ends") as (fig, panels):
         for axes, (model, frame, beside) in zip(panels, models, strict=True):
             _lines(axes, frame, bands=not table.on_cpu(df))
             tokens = _reported(axes) if beside else []
@@ -44,7 +44,7 @@ def memory(df, *, note: str = ""):
     models = _by_model(df, "peak_memory")
     large = any((frame["median"] >= 2048).any() for _, frame in models)
     unit, scale = ("GiB", 1024) if large else ("MiB", 1)
-    with looks.figure(len(models), 2.7) as (fig, panels):
+    with looks.figure(len(models), 2.7, same_y=True, names="at ends") as (fig, panels):
         for axes, (model, frame) in zip(panels, models, strict=True):
             _lines(axes, frame.assign(median=frame["median"] / scale), bands=False)
             looks.title(axes, f"Peak memory: {model}", note)
@@ -59,7 +59,7 @@ def phases(df, *, note: str = ""):
     communication, subtracted from backward. None without any."""
     if (found := table.phases(df).fillna(0.0)).empty:
         return None
-    names = [f"{backend}, T {tokens}" + f"\n{variant}" * bool(variant)
+    names = [f"{backend}, T {looks.length(tokens)}" + f"\n{_words(variant)}" * bool(variant)
              for _, backend, variant, tokens in found.index]  # fmt: skip
     if "communication" in found:
         shown = found["communication"].clip(lower=0.0)
@@ -74,35 +74,40 @@ def phases(df, *, note: str = ""):
                 hatch="//" if phase == "communication" else None, height=0.7,
             )  # fmt: skip
             left += found[phase].to_numpy()
+        for place, total in enumerate(left):
+            axes.text(total, place, f" {total:.0f}", va="center", fontsize=8)
         axes.invert_yaxis()
-        axes.set(xlabel="time of a step (ms)", xlim=(0, 1.04 * left.max() or 1))
+        axes.set(xlabel="time of a step (ms)", xlim=(0, 1.08 * left.max() or 1))
         axes.grid(False, axis="y")
         looks.title(axes, "Where a step's time goes", note)
     return fig
 
 
 def scaling(df, *, note: str = ""):
-    """Plot tokens/s by ranks relative to one rank, or None; dashed is perfect scaling."""
+    """Plot tokens/s of several ranks in times of one, a bar each, or None."""
     if (found := table.scaling(df)).empty:
         return None
     found = found.reset_index()
     many = found[found["parallel"] != "none"]
     lines = list(many.groupby(["model", "backend", "T", "how", "parallel"], sort=False))
     models = many["model"].unique()
-    with looks.figure(1, 2.2 + 0.4 * (len(lines) // 2 + 1)) as (fig, (axes,)):  # the legend's rows
-        most = int(found["ranks"].max())
-        axes.plot([1, most], [1, most], "--", color=GREY, lw=1.1, label="perfect")
-        for number, ((model, backend, tokens, how, parallel), line) in enumerate(lines):
+    with looks.figure(1, 0.8 + 0.34 * len(lines)) as (fig, (axes,)):
+        fig.set_figwidth(8.5)
+        most, names = int(found["ranks"].max()), []
+        for (model, backend, tokens, how, parallel), line in lines:
             line = line[line["ranks"] > 1].sort_values("ranks")
-            colour, marker = looks.series(number)
-            label = f"{' '.join([backend, how]).strip()}, {parallel}, T {tokens}"
-            axes.plot(
-                [1, *line["ranks"]], [1.0, *line["times one rank"]], color=colour, marker=marker,
-                label=label if len(models) == 1 else f"{label}\n{model}",
-            )  # fmt: skip
-        top = 1.08 * max(most, found["times one rank"].max())
-        axes.set(xlabel="ranks", ylabel="tokens a second, times one rank", ylim=(0, top))
-        axes.set_xticks(range(1, most + 1))
+            colour, _ = looks.series(list(many["parallel"].unique()).index(parallel))
+            for ranks, times in zip(line["ranks"], line["times one rank"], strict=True):
+                axes.barh(len(names), times, color=colour, height=0.7)
+                axes.text(times, len(names), f" {times:.2f}", va="center", fontsize=8)
+                of = [f"{parallel} on {ranks}", backend, _words(how), f"T {looks.length(tokens)}"]
+                names.append(", ".join(filter(None, [*of, model * (len(models) > 1)])))
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        for ranks in sorted(set(many["ranks"]) - {1}):
+            axes.axvline(ranks, color=GREY, ls="--", lw=1.1)
+        axes.set(xlabel="tokens a second, times one rank (dashed: perfect)", xlim=(0, 1.08 * most))
         looks.title(
             axes, f"Several ranks: {models[0]}" if len(models) == 1 else "Several ranks", note
         )
@@ -110,20 +115,23 @@ def scaling(df, *, note: str = ""):
 
 
 def losses(df):
-    """Plot loss against step: left, each backend's mean over its seeds with the seeds' range as a
-    band; right, its distance from the mean over all NSA backends, which is invisible on the left.
-    None without any."""
+    """Plot loss against step: left, the mean over all backends of NSA and their seeds, and that of
+    the dense baseline, with their range as a band; right, each one's distance from the mean of
+    NSA, which is invisible on the left. None without any."""
     if (found := table.losses(df)).empty:
         return None
     names = list(dict.fromkeys(found.index.get_level_values("backend")))
     nsa = [name for name in names if not name.startswith("dense")] or names
-    left = (0.0, "Loss, mean over seeds", "loss")
-    right = (found.loc[nsa].mean(), "Distance from the mean of NSA", "loss less the mean")
+    both = {name: [name] for name in names if name not in nsa} | {f"NSA ({', '.join(nsa)})": nsa}
+    left = (0.0, both, "Loss, mean over seeds", "loss")
+    each = {name: [name] for name in names}
+    right = (found.loc[nsa].mean(), each, "Distance from the mean of NSA", "loss less the mean")
     with looks.figure(2, 3.0) as (fig, panels):
-        for axes, (base, title, what) in zip(panels, (left, right), strict=True):
-            for name in names:
-                lines = found.loc[name] - base
+        for axes, (base, drawn, title, what) in zip(panels, (left, right), strict=True):
+            for name, of in drawn.items():
+                lines = found.loc[of] - base
                 style = _style(name) | {"markevery": max(1, found.shape[1] // 10)}
+                style |= {} if name in names else {"color": looks.GREY, "marker": "", "lw": 2.5}
                 axes.plot(found.columns, lines.mean(), **style)
                 axes.fill_between(
                     found.columns, lines.min(), lines.max(), color=style["color"], alpha=0.18, lw=0
@@ -153,11 +161,12 @@ def memory_over_steps(df):
                     continue
                 colour, marker = looks.series(cells.index(cell))
                 model, backend, variant, tokens = cell
-                name = " ".join([backend, variant, f"T {tokens}"] + [model] * (models > 1))
+                told = [backend, _words(variant), f"T {looks.length(tokens)}"]
+                name = ", ".join(filter(None, [*told, model * (models > 1)]))
                 axes.plot(
                     line["x_value"], line["median"] - line["median"].iloc[0],
                     ":" if backend.startswith("dense") else "-", color=colour, marker=marker,
-                    markevery=max(1, len(line) // 6), ms=4.5, label=name.replace("  ", " "),
+                    markevery=max(1, len(line) // 6), ms=4.5, label=name,
                 )  # fmt: skip
             axes.set(xlabel="step after the warm-up", ylabel="memory since the first step (MiB)")
             looks.title(axes, f"Memory held, {mode}")
@@ -181,12 +190,16 @@ def kernels(profile: dict, title: str):
     return fig
 
 
+def _words(variant: str) -> str:
+    """Words of a variant as a reader knows them."""
+    return variant.replace("cuda_graph", "CUDA graph").replace("observe", "observed")
+
+
 def _style(backend: str) -> dict:
     """Line style; the dense baseline is dotted, whatever serves it."""
     if backend.startswith("dense"):
-        return {"color": "#8C564B", "marker": "<", "ls": ":", "label": f"{backend} twin"}
-    colour, marker = looks.look(backend)
-    return {"color": colour, "marker": marker, "ls": "-", "label": backend}
+        return looks.line("dense") | {"label": f"{backend} twin"}
+    return looks.line(backend)
 
 
 def _by_model(df, metric: str) -> list[tuple]:

@@ -13,12 +13,18 @@ from whyhung.process import gpus
 from whyhung.process.ranks import run_ranks
 from whyhung.process.trial import Outcome, run_child
 from workbook.lab import sweep
-from workbook.lab.training import TrainingSpec, check_switch, check_whole, open_trainer
+from workbook.lab.training import (
+    DENSE,
+    TrainingSpec,
+    attention_named,
+    check_switch,
+    check_whole,
+    open_trainer,
+)
 
 ENTRY = "workbook.rooms.throughput.child:measure_rank"
 CURVE_ENTRY = "workbook.rooms.throughput.child:train"
 PROFILE_ENTRY = "workbook.rooms.throughput.child:profile_cell"
-DENSE = "dense"
 DATA_SEED = 1337
 LEAST_WARMUP = 3  # steps 0 to 2: kernels are compiled, optimizer state is made, buckets are rebuilt
 SWITCHES = ("compile", "cuda_graph", "observe")
@@ -43,13 +49,6 @@ class TrainCell(TrainingSpec):
         if self.observe and (self.compile or self.cuda_graph):
             raise ValueError("observe hooks modules, which compile and cuda_graph leave out")
         super().__post_init__()
-
-    @property
-    def name(self) -> str:
-        """Name of its line: the backend; the dense baseline is "dense", or "dense-sdpa"."""
-        if self.attention == "nsa":
-            return self.backend
-        return DENSE if self.backend == "auto" else f"{DENSE}-{self.backend}"
 
     def opened(self, threads: int | None = None, **changes: Any):
         """Call `open_trainer` with prefetched batches that are the same for every seed."""
@@ -138,8 +137,7 @@ def throughput_grid(
     """
 
     def plain(length: int, name: str) -> TrainCell:
-        how = {"attention": "dense"} if name == DENSE else {"backend": name}
-        batch = max(1, step_tokens // length)
+        batch, how = max(1, step_tokens // length), attention_named(name)
         return TrainCell(preset=preset, tokens=length, batch=batch, **how, **fixed)
 
     deciding = [name for name in backends if name in (backends[0], DENSE)]

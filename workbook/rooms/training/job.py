@@ -57,6 +57,7 @@ class Job(Options):
         if self.train.steps is None:
             raise ValueError("a training job needs its number of steps")
         parallel.check(self.kind, self.backend, **self._options())
+        parallel.check_gathered(self.fsdp_gather, self.train.precision, self.train.compile)
         choice("watchdog", self.watchdog, ("report", "off"))
         guard_rules.levels(self.guard)
         for name in ("zero", "collapse"):
@@ -143,7 +144,7 @@ class Job(Options):
     def _options(self) -> dict[str, Any]:
         """Options of ranks, by their names in nsa.model.parallel."""
         names = ("static_graph", "bucket_mb", "comm_hook", "gradient_as_bucket_view")
-        names += ("cp", "cp_method")
+        names += ("fsdp_blocks", "fsdp_reshard", "fsdp_gather", "cp", "cp_method")
         options = {name: getattr(self, name) for name in names}
         return options | {"find_unused_parameters": self.find_unused}
 

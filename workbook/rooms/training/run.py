@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whyhung.process.family import PARENT, die_with_parent
-from whyhung.process.launch import Failure, accounted, first_failure, logged, one_line
+from workbook.rooms.training.ranks import Failure, accounted, first_failure, logged, one_line
 from workbook.runs import environment, opening
 from workbook.runs.files import read_json, write_json
 from workbook.runs.record import STATUS_OF, Record
@@ -76,12 +76,12 @@ def make_folder(
 def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
     """Run the job's ranks under torchrun, in separate processes, and write the record. Ctrl-C and
     SIGTERM end them all and are recorded. Raises ValueError for a port in use."""
-    from whyhung.process import launch
+    from workbook.rooms.training import ranks
 
     record, codes, stopped = _record(folder), {}, ""
     try:
         with termination_is_an_exception():
-            codes = launch.launch(
+            codes = ranks.launch(
                 MODULE, [str(folder.resolve())], ranks=job.ranks, folder=folder, port=port
             )
     except Terminated:

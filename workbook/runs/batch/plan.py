@@ -7,8 +7,9 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -78,21 +79,23 @@ def read_plan(
     if (count := sum(map(size, jobs))) > MOST:
         raise ValueError(f"{path} has {count:,} jobs, {MOST:,} are the most; make grids smaller")
     found: dict[str, list[Entry]] = {}
-    expand = _Expander(path.parent, notebooks, content)
+    known = cache(_known)
+    facts = environment.snapshot()
     for number, job in enumerate(jobs, 1):
         where = f"{path}, job {number} ({job['name']})"
         if job["name"] in found:
             raise ValueError(f"{where}: this name comes twice; give each job its own")
+        whole = {key: content[key] for key in ("timeout", "gpus") if key in content} | job
         try:
-            found[job["name"]] = list(expand(job))
+            notebook = identity.find_notebook(job["notebook"], notebooks)
+            found[job["name"]] = list(_expanded(whole, path.parent, known(notebook), facts))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    names = {name: tuple(entry.name for entry in entries) for name, entries in found.items()}
-    _check_order(path, jobs, names)
+    _check_order(path, jobs)
     entries = []
     for job in jobs:
-        after = sum((names[one] for one in _several(job.get("after"))), ())
-        entries += [Entry(**vars(entry) | {"after": after}) for entry in found[job["name"]]]
+        after = tuple(entry.name for one in _several(job.get("after")) for entry in found[one])
+        entries += [replace(entry, after=after) for entry in found[job["name"]]]
     asked: dict[tuple[str, int], Entry] = {}
     for entry in entries:
         same = asked.setdefault((entry.planned.name, entry.repeat), entry)
@@ -110,56 +113,47 @@ def size(job: dict[str, Any]) -> int:
     return math.prod(map(len, job.get("grid", {}).values())) * job.get("repeats", 1)
 
 
-class _Expander:
-    """Expands the list's entries into jobs, with slow lookups once a notebook, not once a job."""
+def _known(notebook: Path) -> tuple:
+    """Notebook, its declared parameters, the hash of its source, and the check of its values."""
+    together = parameters.check_together(notebook)
+    return notebook, parameters.declared(notebook), identity.source(notebook), together
 
-    def __init__(self, folder: Path, notebooks: str | Path, defaults: dict[str, Any]):
-        self.folder, self.notebooks, self.defaults = folder, notebooks, defaults
-        self.snapshot = environment.snapshot()
-        self.known: dict[Path, tuple[dict[str, parameters.Parameter], str, Callable]] = {}
 
-    def __call__(self, job: dict[str, Any]) -> Iterator[Entry]:
-        notebook = identity.find_notebook(job["notebook"], self.notebooks)
-        if notebook not in self.known:
-            together = parameters.check_together(notebook)
-            declared = parameters.declared(notebook)
-            self.known[notebook] = declared, identity.source(notebook), together
-        declared, source, together = self.known[notebook]
-        whole = {key: self.defaults[key] for key in ("timeout", "gpus") if key in self.defaults}
-        whole |= job
-        options = {
-            "question": " ".join(job.get("question", "").split()),
-            "source": source,
-            "repeats": job.get("repeats", 1),
-            "timeout_s": seconds(whole["timeout"]) if "timeout" in whole else None,
-            "gpus": whole.get("gpus"),
-        }
-        fixed: dict[str, Any] = {}
-        for file in _several(job.get("file")):
-            fixed |= parameters.read_file(self.folder / file)
-        fixed |= job.get("parameters") or {}
-        grid = job.get("grid") or {}
-        if both := sorted({*grid} & {*(job.get("parameters") or {})}):
-            raise ValueError(f"{both[0]!r} is in parameters and in grid; leave one of them out")
-        facts = self.snapshot
-        if options["gpus"] != 0:  # a job sees as many as it is assigned
-            facts = facts | {"gpus": facts["gpus"][: options["gpus"] or 1]}
-        for values in itertools.product(*grid.values()):
-            cell = dict(zip(grid, values, strict=True))
-            given = parameters.check(declared, fixed | cell)
-            full = parameters.filled(declared, given)
-            # Effects of a GPU can only be checked on a machine with one: the child does it there.
-            elsewhere = full.get("device") == "cuda" and not self.snapshot["gpus"]
-            if not elsewhere:
-                together(full)
-            run_id = identity.run_id(notebook, full, facts, source)
-            planned = Planned(notebook, given, full, facts, f"{notebook.stem}-{run_id}", source)
-            name = " ".join([job["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
-            for repeat in range(1, options["repeats"] + 1):
-                numbered = f"{name} #{repeat}" if options["repeats"] > 1 else name
-                yield Entry(
-                    numbered, planned=planned, repeat=repeat, checked=not elsewhere, **options
-                )
+def _expanded(job: dict[str, Any], folder: Path, known: tuple, facts: dict) -> Iterator[Entry]:
+    """Entries of a job: each combination of its grid, each repeat."""
+    notebook, declared, source, together = known
+    given: dict[str, Any] = {}
+    for file in _several(job.get("file")):
+        given |= parameters.read_file(folder / file)
+    own, grid, repeats = job.get("parameters") or {}, job.get("grid") or {}, job.get("repeats", 1)
+    if both := sorted({*grid} & {*own}):
+        raise ValueError(f"{both[0]!r} is in parameters and in grid; leave one of them out")
+    gpus, here = job.get("gpus"), facts["gpus"]
+    if gpus != 0:  # a job sees as many as it is assigned
+        facts = facts | {"gpus": here[: gpus or 1]}
+    for values in itertools.product(*grid.values()):
+        cell = dict(zip(grid, values, strict=True))
+        checked = parameters.check(declared, given | own | cell)
+        full = parameters.filled(declared, checked)
+        # Effects of a GPU can only be checked on a machine with one: the child does it there.
+        elsewhere = full.get("device") == "cuda" and not here
+        if not elsewhere:
+            together(full)
+        run_id = identity.run_id(notebook, full, facts, source)
+        planned = Planned(notebook, checked, full, facts, f"{notebook.stem}-{run_id}", source)
+        name = " ".join([job["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
+        for repeat in range(1, repeats + 1):
+            yield Entry(
+                f"{name} #{repeat}" if repeats > 1 else name,
+                " ".join(job.get("question", "").split()),
+                planned,
+                source,
+                repeat,
+                repeats,
+                timeout_s=seconds(job["timeout"]) if "timeout" in job else None,
+                gpus=gpus,
+                checked=not elsewhere,
+            )
 
 
 def _word(value: Any) -> str:
@@ -176,15 +170,14 @@ def _check(path: Path, content: dict[str, Any]) -> None:
     """Raise ValueError with the first violation of the schema, in words."""
     import jsonschema
 
-    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    validator = jsonschema.Draft202012Validator(schema)
+    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
     errors = sorted(
         validator.iter_errors(content),
         key=lambda error: (str(list(error.path)), error.validator != "additionalProperties"),
     )
     if not errors:
         return
-    error, where = errors[0], str(path)
+    error, where, rule, wants = errors[0], str(path), validator.schema, ""
     place = list(error.absolute_path)
     if place[:1] == ["jobs"] and len(place) > 1:
         job = content["jobs"][place[1]]
@@ -197,21 +190,20 @@ def _check(path: Path, content: dict[str, Any]) -> None:
     if error.validator == "required":
         missing = next(key for key in error.validator_value if key not in error.instance)
         raise ValueError(f"{where} has no {missing!r}")
+    for key in place:  # the innermost description is that of the key
+        rule = rule.get("items") if isinstance(key, int) else rule.get("properties", {}).get(key)
+        rule = rule or {}
+        wants = rule.get("description", wants)
     keys = [key for key in place if isinstance(key, str)]
     keys = [key for key in keys if key != "jobs" or len(place) == 1] or ["job"]
-    wants, rule = "", schema
-    for key in place:  # the innermost description is that of the key
-        below = rule.get("items") if isinstance(key, int) else rule.get("properties", {}).get(key)
-        rule = below or {}
-        wants = rule.get("description", wants)
     raise ValueError(f"{where}: {'.'.join(keys)} is {error.instance!r}; it wants {wants}")
 
 
-def _check_order(path: Path, jobs: list[dict], names: dict[str, Any]) -> None:
+def _check_order(path: Path, jobs: list[dict]) -> None:
     waits = {job["name"]: _several(job.get("after")) for job in jobs}
     for name, others in waits.items():
-        if unknown := [other for other in others if other not in names]:
-            near = nearest(unknown[0], names, 0)
+        if unknown := [other for other in others if other not in waits]:
+            near = nearest(unknown[0], waits, 0)
             raise ValueError(f"{path}: {name} is after {unknown[0]!r}, which is no job; {near}")
     try:
         TopologicalSorter(waits).prepare()

@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,35 +99,26 @@ def estimate(batch: Batch, at_once: int) -> str:
     known: dict[tuple, list[float]] = defaultdict(list)
     for file in batch.root.glob("*/*/record.json"):
         content = record.load(file.parent)
-        name, took = content.get("notebook"), content.get("seconds")
-        if name not in wanted or content.get("status") != OK or not took:
-            continue
-        with contextlib.suppress(ValueError):  # a damaged folder gives no estimate
-            full = parameters.read_file(file.parent / "parameters.yaml")
-            gpus = _gpus(read_json(file.parent / "environment.json", {}))
-            known[name, gpus, _text(full)].append(took)
-            known[name, gpus].append(took)
-    times, exact = [], 0
-    for planned in left:
+        measured = content.get("status") == OK and content.get("seconds")
+        if measured and content.get("notebook") in wanted:
+            with contextlib.suppress(ValueError):  # a damaged folder gives no estimate
+                full = parameters.read_file(file.parent / "parameters.yaml")
+                alike = content["notebook"], _gpus(read_json(file.parent / "environment.json", {}))
+                for key in (alike, (*alike, _text(full))):
+                    known[key].append(content["seconds"])
+    free, exact, unknown = [0.0] * min(at_once, len(left)), 0, 0
+    for planned in left:  # begun in order, each as soon as a place is free
         alike = planned.notebook.stem, _gpus(planned.environment)
         same = known.get((*alike, _text(planned.full)))
-        exact += bool(same)
-        times.append(statistics.median(same or known.get(alike) or [0.0]))
-    unknown = times.count(0.0)
+        times = same or known.get(alike)
+        exact, unknown = exact + bool(same), unknown + (not times)
+        heapq.heapreplace(free, free[0] + (statistics.median(times) if times else 0.0))
     beside = f", {at_once} at once" if at_once > 1 else ""
-    told = f"{len(left) - unknown} of them known from stored runs, {exact} with the same parameters"
     if unknown == len(left):
         return f"{len(left):,} to run{beside}; no stored run to estimate the time from"
+    told = f"{len(left) - unknown} of them known from stored runs, {exact} with the same parameters"
     least = "at least " if unknown else "about "
-    return f"{len(left):,} to run{beside}: {least}{span(_makespan(times, at_once))} ({told})"
-
-
-def _makespan(times: list[float], at_once: int) -> float:
-    """Total time of jobs begun in order, each as soon as one of `at_once` places is free."""
-    free = [0.0] * min(at_once, len(times))
-    for seconds in times:
-        heapq.heapreplace(free, free[0] + seconds)
-    return max(free)
+    return f"{len(left):,} to run{beside}: {least}{span(max(free))} ({told})"
 
 
 def _gpus(facts: dict) -> tuple[str, ...]:
@@ -141,8 +131,8 @@ def _text(full: dict) -> str:
 
 @contextlib.contextmanager
 def live(batch: Batch, quiet: bool = False) -> Iterator:
-    """(show, say) for a driver: on a terminal a bar with the job that began last and its latest
-    output; elsewhere only the lines."""
+    """(show, say) for a driver: on a terminal a bar with counts and what the job that began last
+    printed last; elsewhere only the lines."""
     if quiet or not sys.stderr.isatty():
         yield lambda batch: None, lambda text: print(text, file=sys.stderr, flush=True)
         return
@@ -152,19 +142,18 @@ def live(batch: Batch, quiet: bool = False) -> Iterator:
     with tqdm(file=sys.stderr, total=len(batch.jobs), **options) as bar:
 
         def show(batch: Batch) -> None:
-            count = batch.count()
-            bar.n = sum(count[status] for status in (OK, FAILED, STOPPED))
             running = [job for job in batch.jobs if job.status == RUNNING]
-            last = _now(max(running, key=lambda job: job.began)) if running else ""
+            bar.n = sum(job.status in (OK, FAILED, STOPPED) for job in batch.jobs)
+            last = _printed(max(running, key=lambda job: job.began)) if running else ""
             bar.set_postfix_str(counted(batch) + last)
 
         yield show, lambda text: tqdm.write(text, file=sys.stderr)
 
 
-def _now(job: Job) -> str:
-    """`; memory tokens=128, 1 min 3 s: what it printed last`."""
-    printed, run = "", job.says("started").get("run")
-    with contextlib.suppress(OSError), Path(run or "", "stdout.log").open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 400))
-        printed = (file.read().decode(errors="replace").strip().splitlines() or [""])[-1]
-    return f"; {job.name}, {span(time.monotonic() - job.began)}: {printed}"
+def _printed(job: Job) -> str:
+    """`; memory tokens=128: what it printed last`."""
+    text, log = "", Path(job.says("started").get("run") or "", "stdout.log")
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 400))
+        text = file.read().decode(errors="replace").strip()
+    return f"; {job.name}: {text.rpartition(chr(10))[2]}"

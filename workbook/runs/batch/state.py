@@ -7,7 +7,7 @@ runs/batches/<plan>/   manifest.json        which plan, from which commit, and i
 
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -74,16 +74,14 @@ class Batch:
     def _cached_runs(self) -> None:
         """Take finished runs of the same id that no job of this plan has used."""
         taken = {job.outcome.run for job in self.jobs}
-        there: dict[str, list[Path]] = {}
+        alike: dict[str, list[Job]] = defaultdict(list)
         for job in self.jobs:
-            if job.status != TO_RUN or job.outcome.status:
-                continue
-            name = job.entry.planned.name
-            if name not in there:
-                found = [run.resolve() for run in runs_of(self.root, name, self.evidence)]
-                there[name] = [r for r in found if self._kept(r, False) and r not in taken]
-            if there[name]:
-                run = there[name].pop(0)
+            if job.status == TO_RUN and not job.outcome.status:
+                alike[job.entry.planned.name].append(job)
+        for name, jobs in alike.items():
+            found = [run.resolve() for run in runs_of(self.root, name, self.evidence)]
+            there = (run for run in found if self._kept(run, False) and run not in taken)
+            for job, run in zip(jobs, there, strict=False):
                 seconds = record.load(run).get("seconds")
                 job.outcome = Outcome(OK, run, OK, seconds=seconds, verdict=verdict_of(run))
                 job.status, job.cached = OK, True
@@ -92,13 +90,11 @@ class Batch:
         """Changes since jobs that have run were planned, in words, one a job."""
         found = []
         for job in self.jobs:
-            before = read_json(job.file) or {}
+            before, planned = read_json(job.file) or {}, job.entry.planned
             begun = job.status == OK or (job.status == RUNNING and job.outcome.status)
-            if not before or not begun:
-                continue
-            if before.get("source") != job.entry.source:
-                found.append(f"{job.name}: {job.entry.planned.notebook.name} or nsa/")
-            elif before.get("name") != job.entry.planned.name:
+            if begun and before and before.get("source") != job.entry.source:
+                found.append(f"{job.name}: {planned.notebook.name} or nsa/")
+            elif begun and before and before.get("name") != planned.name:
                 found.append(f"{job.name}: versions of Python or torch, or the GPUs")
         return found
 
@@ -161,13 +157,9 @@ class Batch:
     def write(self) -> None:
         """Write the manifest of a driver that starts. OSError if the disk is full."""
         now = environment.utc_now()
-        me = {"pid": os.getpid(), "machine": record.machine(), "since": now}
         content = {
-            "schema": 2,
             "plan": str(self.plan.path.absolute()),
-            "question": self.plan.question,
-            "began": self.manifest.get("began") or now,
             "commit": environment.provenance(self.jobs[0].entry.planned.environment)["commit"],
-            "driver": me,
+            "driver": {"pid": os.getpid(), "machine": record.machine(), "since": now},
         }
         write_json(self.folder / "manifest.json", content)

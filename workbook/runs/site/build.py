@@ -173,7 +173,7 @@ def _tables(runs: list[dict], docs: list[str], source: Path) -> None:
     values["trained"] = answers.front(values["training"], (values["fast"] or {}).get("device", ""))
     values["fits"] = fits.answer()
     values["commands"] = {s: fits.command(s, "layers kept", 8192, "--fits 80") for s in fits.SIZES}
-    for name in ("index", "speed", "fits", "hung", "runs", "claims", "compare"):
+    for name in ("index", "speed", "fits", "hung", "explorer", "runs", "claims", "compare"):
         _write(source / f"{name}.md", pages.html(f"{name}.md.j2", **values))
 
 

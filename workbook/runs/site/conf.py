@@ -42,6 +42,7 @@ suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb", "image", "toc
 suppress_warnings += ["misc.highlighting_failure"]
 
 POLICY = "default-src 'self' file: data: blob: 'unsafe-inline'"
+SCRIPTS = {"compare": ["compare.js"], "explorer": ["explorer-data.js", "explorer.js"]}
 ACTIVE = re.compile(
     r"<(script|iframe|object|embed|link|base|meta)\b|\ssrc(set)?\s*=|\son\w+\s*=", re.I
 )
@@ -89,8 +90,8 @@ def page(app, pagename, templatename, context, doctree) -> None:
         _, day, name = pagename.split("/")
         notebook, _, id = name.partition("-")
         context["title"] = f"{notebook}, {day}, {id}: {context.get('title', '')}"
-    if pagename == "compare":
-        app.add_js_file("compare.js")
+    for script in SCRIPTS.get(pagename, ()):
+        app.add_js_file(script)
 
 
 def inline_math(translator, node) -> None:

@@ -1,4 +1,4 @@
-"""Answer to "does it fit my GPU?": estimated peaks of models from 0.1B to 8B.
+"""Answer to "does it fit my GPU?": estimated peaks of models from 0.13B to 8.6B.
 
 The estimates take minutes, so they are stored in fits.json; `python -m workbook.runs.site.fits`
 writes them anew.
@@ -16,16 +16,17 @@ GIB = 2**30
 USUAL_GIB = 80.0  # of an H100 or A100
 TOKENS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 GPU = "NVIDIA H200"  # the calibrated one
-# Settings of `nsa estimate`, by size. From 1B on they are the widths of Llama 3.
+# Settings of `nsa estimate`, by number of parameters. From 1.6B on they are the widths of Llama 3's
+# 1B, 3B and 8B, with keys and values of three branches, and embeddings that are not tied.
 SIZES = {
-    "0.1B": "layers=12 dim=768 heads=12 kv_heads=2 head_dim=64 vocab=32000",
-    "0.4B": "layers=24 dim=1024 heads=16 kv_heads=4 head_dim=64 vocab=32000",
-    "1B": "layers=16 dim=2048 heads=32 kv_heads=8 head_dim=64 mlp_hidden=8192 vocab=128256",
-    "3B": "layers=28 dim=3072 heads=24 kv_heads=8 head_dim=128 mlp_hidden=8192 vocab=128256",
-    "8B": "layers=32 dim=4096 heads=32 kv_heads=8 head_dim=128 mlp_hidden=14336 vocab=128256",
+    "0.13B": "layers=12 dim=768 heads=12 kv_heads=2 head_dim=64 vocab=32000",
+    "0.36B": "layers=24 dim=1024 heads=16 kv_heads=4 head_dim=64 vocab=32000",
+    "1.6B": "layers=16 dim=2048 heads=32 kv_heads=8 head_dim=64 mlp_hidden=8192 vocab=128256",
+    "4.0B": "layers=28 dim=3072 heads=24 kv_heads=8 head_dim=128 mlp_hidden=8192 vocab=128256",
+    "8.6B": "layers=32 dim=4096 heads=32 kv_heads=8 head_dim=128 mlp_hidden=14336 vocab=128256",
 }
 WAYS = {"layers kept": "", "layers recomputed": "checkpoint=all"}
-ASKED = ("1B", "layers kept", 8192)  # cell of the front page's sentence
+ASKED = ("1.6B", "layers kept", 8192)  # cell of the front page's sentence
 
 
 def command(size: str, way: str, tokens: int, more: str = "") -> str:

@@ -1,14 +1,13 @@
 # due: healthy; quiet: 25; runs: --every 2 | --every 8; set: late
 # Main asks a service each few seconds over HTTP if its job is done; it is after 25 s.
-import argparse
 import http.server
 import json
-import os
 import threading
 import time
 import urllib.request
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 BEGUN = time.monotonic()
 
 
@@ -34,13 +33,11 @@ def wait_for_job(url, every):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--every", type=float, default=2.0)
-    args = parser.parse_args()
+    every = option("--every", 2.0)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Status)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print("quiet", flush=True)
-    wait_for_job(f"http://127.0.0.1:{server.server_address[1]}/job/7", args.every)
+    wait_for_job(f"http://127.0.0.1:{server.server_address[1]}/job/7", every)
     print("over", flush=True)
 
 

@@ -1,10 +1,11 @@
 # due: STALLED:terminal or STALLED:pipe or STALLED; line: overwrite; within: 60;
 # runs: --how input | --how breakpoint; set: first
 # A question, or a breakpoint that was left in, reads an input that stays silent.
-import argparse
 import os
 import subprocess
 import sys
+
+from _shared import option
 
 
 def overwrite(how):
@@ -14,9 +15,7 @@ def overwrite(how):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--how", choices=("input", "breakpoint"), default="input")
-    how = parser.parse_args().how
+    how = option("--how", "input", "breakpoint")
     silent = f"while [ -d /proc/{os.getpid()} ]; do sleep 1; done"
     asker = subprocess.Popen(["sh", "-c", silent], stdout=subprocess.PIPE)
     os.dup2(asker.stdout.fileno(), 0)

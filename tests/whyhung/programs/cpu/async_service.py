@@ -1,11 +1,10 @@
 # due: healthy; quiet: 25; runs: --wait client | --wait process; set: first
 # An asyncio service waits 25 s for a client that thinks, or for a process that works.
-import argparse
 import asyncio
-import os
 import sys
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 WORK = "import sys, time; e = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < e: 1"
 
 
@@ -41,9 +40,7 @@ async def serve(wait):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--wait", choices=("client", "process"), default="client")
-    asyncio.run(serve(parser.parse_args().wait))
+    asyncio.run(serve(option("--wait", "client", "process")))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 # due: healthy; quiet: 30; runs: --pauses one | --pauses growing; set: first
 # A download is refused, the client sleeps for 30 s in all and asks again (retry with back-off).
-import argparse
-import os
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 class Hub:
@@ -28,10 +26,8 @@ def download(hub, name, pauses):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pauses", choices=("one", "growing"), default="one")
-    args = parser.parse_args()
-    pauses = [30] if args.pauses == "one" else [2, 4, 8, 16]
+    form = option("--pauses", "one", "growing")
+    pauses = [30] if form == "one" else [2, 4, 8, 16]
     print("quiet", flush=True)
     data = download(Hub(len(pauses)), "weights.bin", pauses)
     print("over", flush=True)

@@ -1,14 +1,12 @@
 # due: healthy; quiet: 25; runs: --by computing | --by waiting; set: first
 # A scheduler's SIGUSR1 has the handler save a checkpoint, which packs or waits for 25 s.
-import argparse
 import os
 import signal
 import time
 import zlib
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def pack(seconds):
@@ -29,9 +27,7 @@ def train(steps):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("computing", "waiting"), default="computing")
-    by = parser.parse_args().by
+    by = option("--by", "computing", "waiting")
     save = {"computing": pack, "waiting": time.sleep}[by]
 
     def on_signal(number, frame):

@@ -1,10 +1,9 @@
 # due: healthy; quiet: 25; set: first
 # A heap of some million objects is walked by the garbage collector again and again for 25 s.
 import gc
-import os
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE
 
 
 class Node:

@@ -1,8 +1,9 @@
 # due: HANG:process or HANG:pipe or HANG:child or STALLED:process or STALLED:pipe; line: compress;
 # within: 60; runs: --sent little | --sent much; set: late
 # A command reads until its stdin is closed, and we wait for it; or both fill their pipes.
-import argparse
 import subprocess
+
+from _shared import option
 
 
 def compress(data):
@@ -13,9 +14,7 @@ def compress(data):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sent", choices=("little", "much"), default="little")
-    sent = parser.parse_args().sent
+    sent = option("--sent", "little", "much")
     print("fault", flush=True)
     compress(bytes(2**20 if sent == "much" else 100))
 

@@ -1,13 +1,12 @@
 # due: healthy; quiet: 25; runs: --how run | --how poll | --how output; set: first
 # Another process compiles for 25 s: main waits for it, asks again and again, or reads what it
 # prints.
-import argparse
-import os
 import subprocess
 import sys
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 BUILD = """
 import ast, sys, time
 end = time.monotonic() + float(sys.argv[1])
@@ -31,11 +30,9 @@ def build(how, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--how", choices=("run", "poll", "output"), default="run")
-    args = parser.parse_args()
+    how = option("--how", "run", "poll", "output")
     print("quiet", flush=True)
-    result = build(args.how, 25 * SCALE)
+    result = build(how, 25 * SCALE)
     print("over", flush=True)
     print(result)
 

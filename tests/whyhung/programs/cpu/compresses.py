@@ -1,14 +1,11 @@
 # due: healthy; quiet: 22; runs: --codec lzma | --codec bz2; set: first
 # A checkpoint is compressed in one call of 25 s.
-import argparse
 import bz2
 import lzma
-import os
 import time
 
 import numpy as np
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def weights(megabytes):
@@ -16,10 +13,8 @@ def weights(megabytes):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--codec", choices=("lzma", "bz2"), default="lzma")
-    args = parser.parse_args()
-    compress = {"lzma": lzma.compress, "bz2": bz2.compress}[args.codec]
+    codec = option("--codec", "lzma", "bz2")
+    compress = {"lzma": lzma.compress, "bz2": bz2.compress}[codec]
     sample, times = weights(1), []
     for _ in range(3):
         start = time.process_time()

@@ -1,8 +1,9 @@
 # due: HANG:asyncio or HANG:future or HANG:thread or STALLED:asyncio or STALLED:event;
 # line: crawl, main, consume; within: 60; runs: --ticker no | --ticker yes; set: first
 # The only consumer of an asyncio queue died of an exception; the crawl waits in queue.join().
-import argparse
 import asyncio
+
+from _shared import option
 
 
 async def consume(urls, pages):
@@ -34,10 +35,8 @@ async def crawl(ticker):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ticker", choices=("no", "yes"), default="no")
-    args = parser.parse_args()
-    print(len(asyncio.run(crawl(args.ticker == "yes"))), "pages")
+    ticker = option("--ticker", "no", "yes")
+    print(len(asyncio.run(crawl(ticker == "yes"))), "pages")
 
 
 if __name__ == "__main__":

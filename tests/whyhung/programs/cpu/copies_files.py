@@ -1,13 +1,11 @@
 # due: healthy; quiet: 25; runs: --how copy | --how tar; set: late
 # Many small files are copied, or packed and unpacked, for 25 s.
-import argparse
-import os
 import pathlib
 import shutil
 import tarfile
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def make(folder, count):
@@ -29,15 +27,13 @@ def move(folder, how, number):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--how", choices=("copy", "tar"), default="copy")
-    args = parser.parse_args()
+    how = option("--how", "copy", "tar")
     folder = pathlib.Path("samples").resolve()
     make(folder, 2000)
     print("quiet", flush=True)
     end, number = time.monotonic() + 25 * SCALE, 0
     while time.monotonic() < end:
-        move(folder, args.how, number)
+        move(folder, how, number)
         number += 1
     print("over", flush=True)
     print(number, "copies")

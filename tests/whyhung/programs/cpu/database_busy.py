@@ -1,6 +1,5 @@
 # due: healthy; quiet: 25; runs: --by timeout | --by retries; set: late
 # Another job's transaction keeps the results' database for 25 s: a long timeout, or retries.
-import argparse
 import contextlib
 import os
 import sqlite3
@@ -9,7 +8,8 @@ import sys
 import tempfile
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 HOLD = """
 import sqlite3, sys, time
 database = sqlite3.connect(sys.argv[1], isolation_level=None)
@@ -31,9 +31,7 @@ def add_row(path, by):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("timeout", "retries"), default="timeout")
-    by = parser.parse_args().by
+    by = option("--by", "timeout", "retries")
     path = os.path.join(tempfile.mkdtemp(), "runs.db")
     sqlite3.connect(path).execute("create table runs (loss)").connection.close()
     command = [sys.executable, "-c", HOLD, path, str(26 * SCALE)]

@@ -1,12 +1,9 @@
 # due: healthy; quiet: 22; runs: --calls one | --calls many; set: first
 # Singular values of a matrix: one call of about 25 s, or many.
-import argparse
-import os
 import time
 
 import numpy as np
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def seconds_of(size):
@@ -17,19 +14,17 @@ def seconds_of(size):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--calls", choices=("one", "many"), default="one")
-    args = parser.parse_args()
+    calls = option("--calls", "one", "many")
     seconds_of(400)
     size = 800
-    if args.calls == "one":
+    if calls == "one":
         size = int(1000 * (30 * SCALE / min(seconds_of(1000) for _ in range(3))) ** (1 / 3))
     matrix = np.random.default_rng(1).random((size, size))
     print("quiet", flush=True)
     end = time.monotonic() + 25 * SCALE
     while True:
         values = np.linalg.svd(matrix, compute_uv=False)
-        if args.calls == "one" or time.monotonic() > end:
+        if calls == "one" or time.monotonic() > end:
             break
     print("over", flush=True)
     print(size, values[0])

@@ -1,12 +1,11 @@
 # due: healthy; quiet: 25; runs: --how open | --how poll; set: late
 # Another job opens a fifo for writing after 25 s: our open waits for it, or we poll.
-import argparse
 import os
 import select
 import subprocess
 import tempfile
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def read_score(fifo, how):
@@ -22,9 +21,7 @@ def read_score(fifo, how):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--how", choices=("open", "poll"), default="open")
-    how = parser.parse_args().how
+    how = option("--how", "open", "poll")
     fifo = os.path.join(tempfile.mkdtemp(), "scores")
     os.mkfifo(fifo)
     later = f"(sleep {26 * SCALE}; timeout 60 sh -c 'echo 0.5 >{fifo}') >/dev/null 2>&1 &"

@@ -1,11 +1,12 @@
 # due: STALLED:pipe or STALLED:fifo or HANG:pipe or HANG:fifo; line: next_job; within: 60;
 # runs: --ticker no | --ticker yes; set: late
 # A worker opens its queue, a named pipe, for reading; the process that was to write has ended.
-import argparse
 import os
 import sys
 import threading
 import time
+
+from _shared import option
 
 
 def next_job(path):
@@ -26,9 +27,7 @@ def tick():
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ticker", choices=("no", "yes"), default="no")
-    if parser.parse_args().ticker == "yes":
+    if option("--ticker", "no", "yes") == "yes":
         threading.Thread(target=tick, daemon=True).start()
     os.mkfifo("jobs")
     for number in range(20):

@@ -2,10 +2,9 @@
 # within: 60; ranks: 2; runs: --loader no | --loader yes; set: late
 # Rank 1 saw its loss rise and asks for the weights of rank 0, which does not know; it averages
 # gradients (gloo).
-import argparse
-
 import torch
 import torch.distributed as dist
+from _shared import option
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,12 +24,10 @@ def train_step(model, batch):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--loader", choices=("no", "yes"), default="no")
-    args = parser.parse_args()
+    loader = option("--loader", "no", "yes")
     dist.init_process_group("gloo")
     rank, model = dist.get_rank(), nn.Linear(64, 64)
-    data, workers = TensorDataset(torch.randn(4000, 64)), 2 * (args.loader == "yes")
+    data, workers = TensorDataset(torch.randn(4000, 64)), 2 * (loader == "yes")
     for step, (batch,) in enumerate(DataLoader(data, 8, num_workers=workers)):
         loss = train_step(model, batch)
         dist.barrier()

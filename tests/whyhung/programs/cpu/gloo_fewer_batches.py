@@ -1,16 +1,13 @@
 # due: healthy; quiet: 25; ranks: 2; runs: --by join | --by flag; set: late
 # Rank 1 has fewer batches and waits 25 s: in DDP's Join, or in an all_reduce of who has data.
-import argparse
 import contextlib
-import os
 import time
 
 import torch
 import torch.distributed as dist
+from _shared import SCALE, option
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
 
 
 def slow_batch():
@@ -33,9 +30,7 @@ def train(model, by, rank):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("join", "flag"), default="join")
-    by = parser.parse_args().by
+    by = option("--by", "join", "flag")
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(16, 1))
     with Join([model]) if by == "join" else contextlib.nullcontext():

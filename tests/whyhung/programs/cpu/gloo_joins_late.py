@@ -1,14 +1,12 @@
 # due: healthy; quiet: 30; ranks: 2; runs: --work reads | --work sleeps; set: late
 # Rank 1 prepares its data for 30 s before it joins the process group; rank 0 waits in
 # init_process_group.
-import argparse
 import os
 import time
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def read(seconds):
@@ -20,12 +18,10 @@ def read(seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--work", choices=("reads", "sleeps"), default="reads")
-    args = parser.parse_args()
+    work = option("--work", "reads", "sleeps")
     if os.environ["RANK"] == "1":
         print("quiet", flush=True)
-        (read if args.work == "reads" else time.sleep)(30 * SCALE)
+        (read if work == "reads" else time.sleep)(30 * SCALE)
         print("over", flush=True)
     dist.init_process_group("gloo")
     total = torch.ones(4)

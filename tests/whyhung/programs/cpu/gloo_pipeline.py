@@ -1,14 +1,11 @@
 # due: healthy; quiet: 25; ranks: 2; runs: --by recv | --by irecv | --by overlap; set: late
 # Rank 0's stage works 25 s on its third batch: rank 1 is in recv, or waits for irecv; or rank 0
 # works while an asynchronous all_reduce is under way.
-import argparse
-import os
 import time
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def work(seconds):
@@ -41,9 +38,7 @@ def run_step(step, by, rank, state):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("recv", "irecv", "overlap"), default="recv")
-    by = parser.parse_args().by
+    by = option("--by", "recv", "irecv", "overlap")
     dist.init_process_group("gloo")
     state = torch.ones(8, 16)
     for step in range(5):

@@ -1,13 +1,10 @@
 # due: healthy; quiet: 30; ranks: 2; runs: --sync barrier | --sync gather; set: first
 # Rank 0 evaluates for 30 s under gloo, the other waits in a barrier or in a gather of scores.
-import argparse
-import os
 import time
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def evaluate(model):
@@ -21,9 +18,7 @@ def evaluate(model):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sync", choices=("barrier", "gather"), default="barrier")
-    args = parser.parse_args()
+    sync = option("--sync", "barrier", "gather")
     dist.init_process_group("gloo")
     rank, model = dist.get_rank(), torch.nn.Linear(64, 10)
     for epoch in range(2):
@@ -32,7 +27,7 @@ def main():
             model(torch.randn(8, 64)).square().mean().backward()
             dist.all_reduce(model.weight.grad)
         hits = evaluate(model) if rank == 0 and epoch == 0 else 0
-        if args.sync == "barrier":
+        if sync == "barrier":
             dist.barrier()
         else:
             every = [None] * dist.get_world_size()

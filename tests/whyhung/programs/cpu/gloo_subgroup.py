@@ -1,15 +1,12 @@
 # due: healthy; quiet: 25; ranks: 2; runs: --by barrier | --by key | --by objects; set: late
 # Rank 0 scores for 25 s in a group of its own; rank 1 is in monitored_barrier, asks the store for a
 # key, or waits for a list of objects.
-import argparse
-import os
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def score(group):
@@ -34,9 +31,7 @@ def wait(by, rank, store, found):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("barrier", "key", "objects"), default="barrier")
-    by = parser.parse_args().by
+    by = option("--by", "barrier", "key", "objects")
     dist.init_process_group("gloo")
     alone, rank = dist.new_group([0]), dist.get_rank()
     store, found = dist.distributed_c10d._get_default_store(), [None]

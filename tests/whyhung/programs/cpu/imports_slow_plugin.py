@@ -1,6 +1,5 @@
 # due: healthy; quiet: 25; runs: --by main | --by thread; set: late
 # A plugin asks its licence server for 25 s while it is imported, by main or by a thread before it.
-import argparse
 import importlib
 import os
 import sys
@@ -8,7 +7,7 @@ import tempfile
 import threading
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def write_plugin(seconds):
@@ -23,9 +22,7 @@ def load():
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("main", "thread"), default="main")
-    by = parser.parse_args().by
+    by = option("--by", "main", "thread")
     write_plugin(26 * SCALE)
     print("quiet", flush=True)
     if by == "thread":

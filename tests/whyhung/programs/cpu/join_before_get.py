@@ -2,10 +2,10 @@
 # within: 60; runs: --start fork | --start spawn; set: first
 # Children put large results into a queue and are joined before it is read: the feeder waits for
 # the full pipe.
-import argparse
 import multiprocessing
 
 import numpy as np
+from _shared import option
 
 
 def embed(results, part):
@@ -14,10 +14,8 @@ def embed(results, part):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--start", choices=("fork", "spawn"), default="fork")
-    args = parser.parse_args()
-    context = multiprocessing.get_context(args.start)
+    start = option("--start", "fork", "spawn")
+    context = multiprocessing.get_context(start)
     results = context.Queue()
     children = [context.Process(target=embed, args=(results, part)) for part in range(2)]
     for child in children:

@@ -2,12 +2,12 @@
 # runs: --refresh 0.01 | --refresh 0.1; set: first
 # As loader_client_lock, and the thread that held the lock lives on: it refreshes the cache at
 # about 1 % of a core.
-import argparse
 import threading
 import time
 
 import numpy as np
 import torch
+from _shared import option
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -44,9 +44,7 @@ class Clips(Dataset):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--refresh", type=float, default=0.01)
-    cache = Decoded(parser.parse_args().refresh)
+    cache = Decoded(option("--refresh", 0.01))
     model = torch.nn.Linear(512, 8)
     time.sleep(0.5)
     print("fault", flush=True)

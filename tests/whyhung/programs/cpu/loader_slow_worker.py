@@ -1,15 +1,12 @@
 # due: healthy; quiet: 25; runs: --by storage | --by processor | --by start; set: first
 # One sample in the middle waits 25 s for its storage or is computed that long, in one of a loader's
 # two workers; or both workers fetch something as they start.
-import argparse
-import os
 import subprocess
 import time
 
 import torch
+from _shared import SCALE, option
 from torch.utils.data import DataLoader, Dataset
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
 
 
 def decode(seconds):
@@ -37,9 +34,7 @@ class Images(Dataset):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("storage", "processor", "start"), default="storage")
-    by = parser.parse_args().by
+    by = option("--by", "storage", "processor", "start")
     model, start = torch.nn.Linear(16, 1), fetch if by == "start" else None
     loader = DataLoader(Images(by), 10, num_workers=2, worker_init_fn=start)
     print("quiet", flush=True)

@@ -2,13 +2,13 @@
 # runs: --bar no | --bar yes; set: first
 # A DataLoader worker reads from an object store whose connection went silent, without a timeout;
 # a progress bar ticks.
-import argparse
 import socket
 import sys
 import threading
 import time
 
 import torch
+from _shared import option
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -49,9 +49,7 @@ def draw_bar(start):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--bar", choices=("no", "yes"), default="no")
-    if parser.parse_args().bar == "yes":
+    if option("--bar", "no", "yes") == "yes":
         threading.Thread(target=draw_bar, args=(time.monotonic(),), daemon=True).start()
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=serve, args=(listener,), daemon=True).start()

@@ -2,11 +2,12 @@
 # within: 60; runs: --lock lockf | --lock flock; set: first
 # Another process of the user holds the cache's file lock and sleeps for hours (locks on a shared
 # home).
-import argparse
 import fcntl
 import os
 import subprocess
 import sys
+
+from _shared import option
 
 HOLDER = """
 import fcntl, sys, time
@@ -24,13 +25,11 @@ def update_cache(path, take):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lock", choices=("lockf", "flock"), default="lockf")
-    args = parser.parse_args()
+    lock = option("--lock", "lockf", "flock")
     path = os.path.abspath("index.lock")
-    take = getattr(fcntl, args.lock)
+    take = getattr(fcntl, lock)
     update_cache(path, take)
-    command = [sys.executable, "-c", HOLDER, path, args.lock]
+    command = [sys.executable, "-c", HOLDER, path, lock]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     holder.stdout.readline()
     print("fault", flush=True)

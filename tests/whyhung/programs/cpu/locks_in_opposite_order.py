@@ -2,9 +2,10 @@
 # set: first
 # Two threads take two buffers' locks in opposite order while a third refreshes a cache (replay
 # buffers).
-import argparse
 import threading
 import time
+
+from _shared import option
 
 
 class Buffer:
@@ -36,10 +37,8 @@ def rebalance(old, new):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cache", choices=("off", "on"), default="off")
     old, new = Buffer("old"), Buffer("new")
-    if parser.parse_args().cache == "on":
+    if option("--cache", "off", "on") == "on":
         threading.Thread(target=refresh_cache, args=(old,), daemon=True).start()
     for _ in range(200):
         with old.lock:

@@ -1,9 +1,10 @@
 # due: HANG:thread or HANG:lock or STALLED:thread or STALLED:lock; line: emit, send, send_locked;
 # within: 60; runs: --by join | --by lock; set: late
 # A log's handler waits for a thread that logs, or for a lock whose owner logs.
-import argparse
 import logging
 import threading
+
+from _shared import option
 
 
 class Uploads(logging.Handler):
@@ -16,9 +17,7 @@ class Uploads(logging.Handler):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("join", "lock"), default="join")
-    by = parser.parse_args().by
+    by = option("--by", "join", "lock")
     log, ours, sending = logging.Logger("training"), threading.Lock(), threading.Event()
     other = threading.Thread(target=log.warning, args=("loss rises",), daemon=True)
 

@@ -1,13 +1,10 @@
 # due: healthy; quiet: 25; runs: --by function | --by hook | --by penalty; set: first
 # One backward takes 25 s in Python: in a function of the user's, in a hook, or in many gradients of
 # gradients.
-import argparse
-import os
 import time
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def smooth(seconds):
@@ -48,9 +45,7 @@ def train_step(model, by, slow):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("function", "hook", "penalty"), default="function")
-    by = parser.parse_args().by
+    by = option("--by", "function", "hook", "penalty")
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     train_step(model, by, slow=False)
     print("quiet", flush=True)

@@ -1,13 +1,10 @@
 # due: healthy; quiet: 25; runs: --by lbfgs | --by accumulation; set: late
 # One step of an optimizer takes 25 s: LBFGS calls its closure again and again, or micro-batches
 # are accumulated.
-import argparse
-import os
 import time
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def lbfgs_step(model, inputs, seconds):
@@ -39,13 +36,11 @@ def accumulated_step(model, inputs, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("lbfgs", "accumulation"), default="lbfgs")
-    args = parser.parse_args()
+    by = option("--by", "lbfgs", "accumulation")
     model = torch.nn.Sequential(
         torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256)
     )
-    step = {"lbfgs": lbfgs_step, "accumulation": accumulated_step}[args.by]
+    step = {"lbfgs": lbfgs_step, "accumulation": accumulated_step}[by]
     print("quiet", flush=True)
     step(model, torch.randn(512, 256), 25 * SCALE)
     print("over", flush=True)

@@ -1,9 +1,10 @@
 # due: STALLED or HANG; line: next_score; within: 60; runs: --left queue | --left lock; set: late
 # An evaluator behind a Manager was killed: its queue stays empty, or the lock that it held is held.
-import argparse
 import multiprocessing
 import os
 import signal
+
+from _shared import option
 
 
 def evaluate(scores, lock):
@@ -19,9 +20,7 @@ def next_score(scores, lock, left):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--left", choices=("queue", "lock"), default="queue")
-    left = parser.parse_args().left
+    left = option("--left", "queue", "lock")
     with multiprocessing.Manager() as manager:
         scores, lock = manager.Queue(), manager.Lock()
         evaluator = multiprocessing.Process(target=evaluate, args=(scores, lock))

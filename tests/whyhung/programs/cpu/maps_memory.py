@@ -1,12 +1,9 @@
 # due: healthy; quiet: 25; runs: --access gather | --access sort; set: late
 # Rows of a large file are gathered in random order, or sorted, through memory maps for 25 s.
-import argparse
-import os
 import time
 
 import numpy as np
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def make(path):
@@ -29,12 +26,10 @@ def shuffle(rows, access, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--access", choices=("gather", "sort"), default="gather")
-    args = parser.parse_args()
+    access = option("--access", "gather", "sort")
     rows = make("rows.bin")
     print("quiet", flush=True)
-    total = shuffle(rows, args.access, 25 * SCALE)
+    total = shuffle(rows, access, 25 * SCALE)
     print("over", flush=True)
     print(total)
 

@@ -1,12 +1,12 @@
 # due: healthy; quiet: 20; set: first
 # A regular expression backtracks for 25 s in one call, which keeps the GIL, and then does not
 # match.
-import os
 import re
 import threading
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE
+
 PATTERN = re.compile(r"(\w+\s?)+#")
 
 

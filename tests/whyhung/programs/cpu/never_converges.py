@@ -2,9 +2,10 @@
 # set: late
 # An iteration ends when its change is small: it is NaN, or swings between two values, for ever at
 # 100 % of a core.
-import argparse
 import math
 import time
+
+from _shared import option
 
 
 def step(x, target, rate):
@@ -21,14 +22,12 @@ def solve(target, rate):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("nan", "swing"), default="nan")
-    args = parser.parse_args()
+    by = option("--by", "nan", "swing")
     for k in range(200):
         solve(k / 10, 0.5)
         time.sleep(0.005)
     print("fault", flush=True)
-    if args.by == "nan":
+    if by == "nan":
         print(solve(math.nan, 0.5))
     print(solve(1.0, 2.0))
 

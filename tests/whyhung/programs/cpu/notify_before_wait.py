@@ -2,11 +2,11 @@
 # line: wait_until_loaded; within: 60; runs: --refresher no | --refresher yes; set: late
 # The loader notified its condition before the trainer waited for it, and has ended (a lost wake-
 # up).
-import argparse
 import threading
 import time
 
 import torch
+from _shared import option
 
 
 class Weights:
@@ -33,9 +33,7 @@ def refresh(statistics):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--refresher", choices=("no", "yes"), default="no")
-    if parser.parse_args().refresher == "yes":
+    if option("--refresher", "no", "yes") == "yes":
         threading.Thread(target=refresh, args=([],), daemon=True).start()
     weights = Weights()
     threading.Thread(target=weights.load).start()

@@ -1,14 +1,13 @@
 # due: healthy; quiet: 20; runs: --what digits | --what sort; set: late
 # One call of Python itself takes 25 s and keeps the GIL: the digits of a large number, a sort of
 # a long list.
-import argparse
-import os
 import random
 import sys
 import threading
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 sys.set_int_max_str_digits(0)
 
 
@@ -28,11 +27,9 @@ def order(size):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--what", choices=("digits", "sort"), default="digits")
-    args = parser.parse_args()
+    what = option("--what", "digits", "sort")
     threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
-    call, power = (digits, 2.0) if args.what == "digits" else (order, 1.0)
+    call, power = (digits, 2.0) if what == "digits" else (order, 1.0)
     size = 1.0
     while (taken := call(size)) < 0.4 * SCALE:
         size *= 1.5

@@ -1,10 +1,11 @@
 # due: HANG:pipe or STALLED:pipe; line: read_scores; within: 60; runs: --of pipe | --of fifo;
 # set: first
 # A pipe is read to its end by who holds the other end too: that of a command, or of a fifo.
-import argparse
 import os
 import subprocess
 import tempfile
+
+from _shared import option
 
 
 def open_pipe():
@@ -29,9 +30,7 @@ def read_scores(reading):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--of", choices=("pipe", "fifo"), default="pipe")
-    of = parser.parse_args().of
+    of = option("--of", "pipe", "fifo")
     reading, _writing = open_pipe() if of == "pipe" else open_fifo()
     print("fault", flush=True)
     print(read_scores(reading))

@@ -2,12 +2,12 @@
 # line: next_sample; within: 60; runs: --timeout 1 | --timeout 0.05; set: first
 # The reader thread ended early; the trainer asks its queue again and again with a timeout
 # (queue.get(timeout) loops).
-import argparse
 import queue
 import threading
 import time
 
 import torch
+from _shared import option
 
 
 def read(samples, count):
@@ -33,12 +33,10 @@ def train(samples, timeout):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--timeout", type=float, default=1.0)
-    args = parser.parse_args()
+    timeout = option("--timeout", 1.0)
     samples = queue.Queue(16)
     threading.Thread(target=read, args=(samples, 300), daemon=True).start()
-    train(samples, args.timeout)
+    train(samples, timeout)
     print("trained")
 
 

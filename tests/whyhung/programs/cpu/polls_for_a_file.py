@@ -1,12 +1,12 @@
 # due: healthy; quiet: 25; runs: --every 1 | --every 0.1; set: first
 # Main asks for a file that another process of another session writes after 25 s of work.
-import argparse
 import os
 import subprocess
 import sys
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 WRITER = """
 import sys, time
 end, total = time.monotonic() + float(sys.argv[1]), 0
@@ -22,14 +22,12 @@ def wait_for(path, every):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--every", type=float, default=1.0)
-    args = parser.parse_args()
+    every = option("--every", 1.0)
     path = os.path.abspath("shard.index")
     command = [sys.executable, "-c", WRITER, str(25 * SCALE), path]
     writer = subprocess.Popen(command, start_new_session=True)
     print("quiet", flush=True)
-    wait_for(path, args.every)
+    wait_for(path, every)
     print("over", flush=True)
     writer.wait()
 

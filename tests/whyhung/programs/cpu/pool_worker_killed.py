@@ -2,11 +2,12 @@
 # line: tokenize, count_all; within: 60; runs: --with map | --with imap; set: first
 # The OOM killer takes one of a pool's workers; the pool starts another, and the lost task never
 # comes back.
-import argparse
 import os
 import signal
 import time
 from multiprocessing import Pool
+
+from _shared import option
 
 
 def tokenize(text):
@@ -26,12 +27,10 @@ def count_all(texts, way):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--with", dest="way", choices=("map", "imap"), default="map")
-    args = parser.parse_args()
+    form = option("--with", "map", "imap")
     texts = [" ".join(f"t{i * k % 97}" for k in range(200)) for i in range(300)]
     texts[150] = "long " * 6000
-    print("words:", count_all(texts, args.way))
+    print("words:", count_all(texts, form))
 
 
 if __name__ == "__main__":

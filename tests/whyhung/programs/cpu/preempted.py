@@ -1,14 +1,12 @@
 # due: healthy; quiet: 20; runs: --who alone | --who workers; set: first
 # A scheduler stops the job for 20 s and lets it go on, alone or with the workers of its pool.
-import argparse
 import multiprocessing
 import os
 import subprocess
 import time
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def double(number):
@@ -38,9 +36,7 @@ def stand(pids):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--who", choices=("alone", "workers"), default="alone")
-    who = parser.parse_args().who
+    who = option("--who", "alone", "workers")
     if who == "alone":
         stand([os.getpid()])
     else:

@@ -1,12 +1,10 @@
 # due: healthy; quiet: 25; runs: --way map | --way imap | --way executor; set: first
 # Documents are counted in other processes for 25 s; main waits for all of them.
-import argparse
 import concurrent.futures
 import multiprocessing
-import os
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def count(seconds):
@@ -28,11 +26,9 @@ def count_all(way, parts):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--way", choices=("map", "imap", "executor"), default="map")
-    args = parser.parse_args()
+    way = option("--way", "map", "imap", "executor")
     print("quiet", flush=True)
-    total = count_all(args.way, [12.5 * SCALE] * 4 if args.way != "imap" else [25 * SCALE] * 2)
+    total = count_all(way, [12.5 * SCALE] * 4 if way != "imap" else [25 * SCALE] * 2)
     print("over", flush=True)
     print(total, "words")
 

@@ -1,15 +1,12 @@
 # due: healthy; quiet: 25; runs: --metric distance | --metric overlap; set: first
 # A metric in pure Python takes 25 s after an epoch.
-import argparse
 import collections
 import itertools
-import os
 import random
 import time
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def distance(left, right):
@@ -37,15 +34,13 @@ def evaluate(metric):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--metric", choices=("distance", "overlap"), default="distance")
-    args = parser.parse_args()
+    metric = option("--metric", "distance", "overlap")
     model = torch.nn.Linear(16, 16)
     for epoch in range(2):
         for _ in range(50):
             model(torch.randn(8, 16)).square().mean().backward()
         if epoch == 0:
-            print("score", evaluate({"distance": distance, "overlap": overlap}[args.metric]))
+            print("score", evaluate({"distance": distance, "overlap": overlap}[metric]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 # due: healthy; quiet: 22; runs: --query count | --query join; set: first
 # One statement of SQLite runs for 25 s.
-import argparse
-import os
 import sqlite3
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 COUNT = """
 with recursive numbers(n) as (select 1 union all select n + 1 from numbers where n < {})
 select sum(n * n % 7) from numbers
@@ -20,14 +19,12 @@ def run(database, statement, size):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--query", choices=("count", "join"), default="count")
-    args = parser.parse_args()
+    query = option("--query", "count", "join")
     database = sqlite3.connect("samples.db")
     database.execute("create table samples (id integer primary key, size integer)")
     rows = [(i, i * i % 1009) for i in range(20_000)]
     database.executemany("insert into samples values (?, ?)", rows)
-    statement, few = (COUNT, 1_000_000) if args.query == "count" else (JOIN, 50)
+    statement, few = (COUNT, 1_000_000) if query == "count" else (JOIN, 50)
     taken = min(run(database, statement, few)[1] for _ in range(3))
     size = int(few * 30 * SCALE / taken)
     print("quiet", flush=True)

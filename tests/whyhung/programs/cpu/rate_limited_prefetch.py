@@ -1,14 +1,11 @@
 # due: healthy; quiet: 25; runs: --batch 14 | --batch 5; set: first
 # A thread may make one request each 2 s; a batch waits until enough of them are there.
-import argparse
-import os
 import queue
 import threading
 import time
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def request(number):
@@ -22,14 +19,12 @@ def prefetch(samples, count):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch", type=int, default=14)
-    args = parser.parse_args()
+    form = option("--batch", 14)
     samples, model = queue.Queue(), torch.nn.Linear(8, 1)
     threading.Thread(target=prefetch, args=(samples, 15), daemon=True).start()
     print("quiet", flush=True)
-    for _ in range(14 // args.batch + (14 % args.batch > 0)):
-        batch = torch.tensor([samples.get() for _ in range(args.batch)])
+    for _ in range(14 // form + (14 % form > 0)):
+        batch = torch.tensor([samples.get() for _ in range(form)])
         model(batch).mean().backward()
     print("over", flush=True)
 

@@ -1,12 +1,11 @@
 # due: healthy; quiet: 25; runs: --stages one | --stages two; set: late
 # A pipeline of other processes works for 25 s before its first line comes.
-import argparse
-import os
 import subprocess
 import sys
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 MAKE = """
 import random, sys, time
 end = time.monotonic() + float(sys.argv[1])
@@ -28,12 +27,10 @@ def read(stages, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--stages", choices=("one", "two"), default="one")
-    args = parser.parse_args()
+    stages = option("--stages", "one", "two")
     time.sleep(0.1)
     print("quiet", flush=True)
-    result = read(args.stages, 25 * SCALE)
+    result = read(stages, 25 * SCALE)
     print("over", flush=True)
     print(result)
 

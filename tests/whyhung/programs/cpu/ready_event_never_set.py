@@ -1,11 +1,11 @@
 # due: HANG:thread or HANG:event or HANG:lock or STALLED:event or STALLED:lock; line: next_batch;
 # within: 60; runs: --heartbeat no | --heartbeat yes; set: first
 # The prefetch thread died of an exception before it set its event; training waits for the event.
-import argparse
 import threading
 import time
 
 import torch
+from _shared import option
 
 
 class Prefetcher:
@@ -37,9 +37,7 @@ def heartbeat():
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--heartbeat", choices=("no", "yes"), default="no")
-    if parser.parse_args().heartbeat == "yes":
+    if option("--heartbeat", "no", "yes") == "yes":
         threading.Thread(target=heartbeat, daemon=True).start()
     rows = [str(i / 100) for i in range(4000)]
     rows[2400] = "n/a"

@@ -4,8 +4,7 @@ import os
 import time
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE
 
 
 def save(state, path):

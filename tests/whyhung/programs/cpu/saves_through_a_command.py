@@ -1,12 +1,9 @@
 # due: healthy; quiet: 25; runs: --by pipe | --by communicate; set: late
 # A checkpoint goes through a slow compressor: torch.save into its pipe, or communicate with it.
-import argparse
-import os
 import subprocess
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def save(weights, by):
@@ -20,9 +17,7 @@ def save(weights, by):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("pipe", "communicate"), default="pipe")
-    by = parser.parse_args().by
+    by = option("--by", "pipe", "communicate")
     weights = torch.ones(2**18 + 2**17)
     print("quiet", flush=True)
     save(weights, by)

@@ -1,12 +1,10 @@
 # due: healthy; quiet: 25; runs: --form pickle | --form json; set: first
 # A large structure is written and read as pickle or JSON for 25 s.
-import argparse
 import json
-import os
 import pickle
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def rows(count):
@@ -23,14 +21,12 @@ def keep(data, form, path):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--form", choices=("pickle", "json"), default="pickle")
-    args = parser.parse_args()
+    form = option("--form", "pickle", "json")
     data = rows(300_000)
     print("quiet", flush=True)
     end = time.monotonic() + 25 * SCALE
     while time.monotonic() < end:
-        data = keep(data, args.form, "rows.data")
+        data = keep(data, form, "rows.data")
     print("over", flush=True)
     print(len(data), "rows")
 

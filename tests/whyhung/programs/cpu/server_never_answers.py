@@ -2,12 +2,13 @@
 # runs: --side thread | --side process; set: first
 # A tracking server accepts the request and never answers; the client has no timeout (requests
 # without timeout=).
-import argparse
 import http.client
 import multiprocessing
 import socket
 import threading
 import time
+
+from _shared import option
 
 
 def serve(listener):
@@ -30,12 +31,10 @@ def log_metrics(port, step):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--side", choices=("thread", "process"), default="thread")
-    args = parser.parse_args()
+    side = option("--side", "thread", "process")
     listener = socket.create_server(("127.0.0.1", 0))
     kinds = {"thread": threading.Thread, "process": multiprocessing.Process}
-    kinds[args.side](target=serve, args=(listener,), daemon=True).start()
+    kinds[side](target=serve, args=(listener,), daemon=True).start()
     for step in range(20):
         if step == 10:
             print("fault", flush=True)

@@ -1,8 +1,6 @@
 # due: healthy; quiet: 25; runs: --keepalive no | --keepalive yes; set: late
 # A server of selectors waits 25 s for its client, a process that thinks; a thread keeps
 # statistics meanwhile.
-import argparse
-import os
 import selectors
 import socket
 import subprocess
@@ -10,7 +8,8 @@ import sys
 import threading
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 CLIENT = """
 import socket, sys, time
 end = time.monotonic() + float(sys.argv[2])
@@ -41,9 +40,7 @@ def serve(listener):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--keepalive", choices=("no", "yes"), default="no")
-    if parser.parse_args().keepalive == "yes":
+    if option("--keepalive", "no", "yes") == "yes":
         threading.Thread(target=keep_statistics, args=([],), daemon=True).start()
     listener = socket.create_server(("127.0.0.1", 0))
     command = [sys.executable, "-c", CLIENT, str(listener.getsockname()[1]), str(25 * SCALE)]

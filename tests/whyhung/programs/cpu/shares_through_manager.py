@@ -1,10 +1,9 @@
 # due: healthy; quiet: 25; set: first
 # Two workers compute and put their results into a manager's dictionary; main joins them.
 import multiprocessing
-import os
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE
 
 
 def work(results, lock, name, seconds):

@@ -1,14 +1,11 @@
 # due: healthy; quiet: 25; runs: --how sched | --how event; set: late
 # Nothing is to be done for 25 s: a scheduled evaluation, or an event with a timeout that nobody
 # sets.
-import argparse
-import os
 import sched
 import threading
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def evaluate(model):
@@ -16,13 +13,11 @@ def evaluate(model):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--how", choices=("sched", "event"), default="sched")
-    args = parser.parse_args()
+    how = option("--how", "sched", "event")
     model, stop = torch.nn.Linear(8, 1), threading.Event()
     evaluate(model)
     print("quiet", flush=True)
-    if args.how == "event":
+    if how == "event":
         stop.wait(timeout=26 * SCALE)
         evaluate(model)
     else:

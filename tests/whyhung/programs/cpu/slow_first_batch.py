@@ -1,14 +1,11 @@
 # due: healthy; quiet: 25; runs: --by reading | --by sorting; set: first
 # A DataLoader's workers open a large archive for 25 s before the first batch.
-import argparse
-import os
 import random
 import time
 
 import torch
+from _shared import SCALE, option
 from torch.utils.data import DataLoader, Dataset
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
 
 
 def read_archive(seconds):
@@ -41,12 +38,10 @@ class Archive(Dataset):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("reading", "sorting"), default="reading")
-    args = parser.parse_args()
+    by = option("--by", "reading", "sorting")
     model = torch.nn.Linear(16, 1)
     print("quiet", flush=True)
-    for step, batch in enumerate(DataLoader(Archive(args.by), 10, num_workers=2)):
+    for step, batch in enumerate(DataLoader(Archive(by), 10, num_workers=2)):
         if step == 0:
             print("over", flush=True)
         model(batch).mean().backward()

@@ -1,13 +1,11 @@
 # due: healthy; quiet: 24; runs: --kind thread | --kind process | --kind poll; set: first
 # A producer takes 12 s for each item; the consumer waits in get, or asks each half second.
-import argparse
 import multiprocessing
-import os
 import queue
 import threading
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def render(seconds):
@@ -31,14 +29,12 @@ def take(items, poll):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", choices=("thread", "process", "poll"), default="thread")
-    args = parser.parse_args()
-    items = queue.Queue() if args.kind == "thread" else multiprocessing.Queue()
-    start = threading.Thread if args.kind == "thread" else multiprocessing.Process
+    kind = option("--kind", "thread", "process", "poll")
+    items = queue.Queue() if kind == "thread" else multiprocessing.Queue()
+    start = threading.Thread if kind == "thread" else multiprocessing.Process
     start(target=produce, args=(items, 2), daemon=True).start()
     print("quiet", flush=True)
-    print(sum(take(items, args.kind == "poll") for _ in range(2)))
+    print(sum(take(items, kind == "poll") for _ in range(2)))
     print("over", flush=True)
 
 

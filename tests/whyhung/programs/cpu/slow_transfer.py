@@ -1,12 +1,12 @@
 # due: healthy; quiet: 25; runs: --way up | --way down | --way trickle; set: first
 # A file goes up or comes down at 200 kB a second for 25 s, or in one piece each 3 s.
-import argparse
 import os
 import socket
 import threading
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 RATE = 200_000
 
 
@@ -44,13 +44,11 @@ def transfer(address, way, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--way", choices=("up", "down", "trickle"), default="up")
-    args = parser.parse_args()
+    way = option("--way", "up", "down", "trickle")
     listener, seconds = socket.create_server(("127.0.0.1", 0)), 27 * SCALE
-    threading.Thread(target=serve, args=(listener, args.way, seconds), daemon=True).start()
+    threading.Thread(target=serve, args=(listener, way, seconds), daemon=True).start()
     print("quiet", flush=True)
-    result = transfer(listener.getsockname(), args.way, seconds)
+    result = transfer(listener.getsockname(), way, seconds)
     print("over", flush=True)
     print(result)
 

@@ -2,10 +2,11 @@
 # line: wait_for_slot; within: 60; runs: --pause 0.001 | --pause 0; set: late
 # A reader asks a flag in shared memory again and again; the writer that was to set it has died
 # (ring buffers).
-import argparse
 import multiprocessing
 import os
 import time
+
+from _shared import option
 
 multiprocessing.set_start_method("fork")
 
@@ -30,14 +31,12 @@ def wait_for_slot(full, slot, pause):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pause", type=float, default=0.001)
-    args = parser.parse_args()
+    pause = option("--pause", 0.001)
     full, slot = multiprocessing.Value("i", 0), multiprocessing.Value("i", 0)
     multiprocessing.Process(target=write, args=(full, slot), daemon=True).start()
     total = 0
     for _ in range(300):
-        total += wait_for_slot(full, slot, args.pause)
+        total += wait_for_slot(full, slot, pause)
     print(total)
 
 

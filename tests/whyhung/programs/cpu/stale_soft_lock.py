@@ -2,12 +2,12 @@
 # runs: --poll 0.05 | --poll 1; set: first
 # An earlier job was killed and left its lock file; this one asks 20 times a second if it is gone
 # (soft locks on NFS).
-import argparse
 import json
 import pathlib
 import time
 
 import torch
+from _shared import option
 
 
 class SoftLock:
@@ -36,14 +36,12 @@ def prepare(folder, poll):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--poll", type=float, default=0.05)
-    args = parser.parse_args()
+    poll = option("--poll", 0.05)
     folder = pathlib.Path("cache")
     folder.mkdir(exist_ok=True)
     (folder / ".lock").touch()  # what the killed job left
     print("fault", flush=True)
-    rows = prepare(folder, args.poll)
+    rows = prepare(folder, poll)
     model = torch.nn.Linear(1, 1)
     for row in rows:
         model(torch.tensor([row / 1000])).backward()

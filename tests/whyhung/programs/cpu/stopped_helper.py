@@ -2,13 +2,14 @@
 # runs: --heartbeat no | --heartbeat yes; set: late
 # A helper process was stopped (Ctrl-Z in its terminal, a suspended job); its parent waits for an
 # answer.
-import argparse
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+
+from _shared import option
 
 HELPER = """
 import sys
@@ -30,9 +31,7 @@ def heartbeat():
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--heartbeat", choices=("no", "yes"), default="no")
-    if parser.parse_args().heartbeat == "yes":
+    if option("--heartbeat", "no", "yes") == "yes":
         threading.Thread(target=heartbeat, daemon=True).start()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     helper = subprocess.Popen([sys.executable, "-c", HELPER], **pipes)

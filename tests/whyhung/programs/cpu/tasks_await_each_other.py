@@ -1,8 +1,9 @@
 # due: HANG:asyncio or HANG:future or HANG:thread or STALLED:asyncio or STALLED:event;
 # line: answer, after; within: 60; runs: --how future | --how events; set: first
 # Nobody is left to resolve what a coroutine awaits: a future, or an event that waits for its own.
-import argparse
 import asyncio
+
+from _shared import option
 
 
 async def after(mine, other):
@@ -19,9 +20,7 @@ async def answer(how):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--how", choices=("future", "events"), default="future")
-    how = parser.parse_args().how
+    how = option("--how", "future", "events")
     asyncio.run(answer(how))
 
 

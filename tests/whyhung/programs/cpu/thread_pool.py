@@ -1,12 +1,11 @@
 # due: healthy; quiet: 25; runs: --work wait | --work compress; set: first
 # A pool of threads fetches or compresses for 25 s; main waits for the last of them.
-import argparse
 import concurrent.futures
 import os
 import time
 import zlib
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def fetch(part, seconds):
@@ -22,10 +21,8 @@ def compress(part, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--work", choices=("wait", "compress"), default="wait")
-    args = parser.parse_args()
-    work = {"wait": fetch, "compress": compress}[args.work]
+    form = option("--work", "wait", "compress")
+    work = {"wait": fetch, "compress": compress}[form]
     print("quiet", flush=True)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         tasks = [pool.submit(work, part, 25 * SCALE) for part in range(4)]

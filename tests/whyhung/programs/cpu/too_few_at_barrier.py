@@ -2,9 +2,10 @@
 # line: simulate, main; within: 60; runs: --joined yes | --joined no; set: late
 # Three simulators meet after each round; one has returned early, the others wait for it
 # (multiprocessing.Barrier).
-import argparse
 import multiprocessing
 import time
+
+from _shared import option
 
 multiprocessing.set_start_method("fork")
 
@@ -19,17 +20,15 @@ def simulate(barrier, number, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--joined", choices=("yes", "no"), default="yes")
-    args = parser.parse_args()
-    parties = 3 + (args.joined == "no")
+    joined = option("--joined", "yes", "no")
+    parties = 3 + (joined == "no")
     barrier = multiprocessing.Barrier(parties)
     workers = [
         multiprocessing.Process(target=simulate, args=(barrier, number, 200)) for number in range(3)
     ]
     for worker in workers:
         worker.start()
-    for _ in range(200 * (args.joined == "no")):
+    for _ in range(200 * (joined == "no")):
         barrier.wait()
         time.sleep(0.01)
     for worker in workers:

@@ -1,14 +1,11 @@
 # due: healthy; quiet: 25; runs: --mode forward | --mode backward; set: late
 # torch.compile traces one new network after another for 25 s (a cold start, without a compiler of
 # C++).
-import argparse
-import os
 import time
 
 import torch
+from _shared import SCALE, option
 from torch import nn
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
 
 
 class Net(nn.Module):
@@ -35,11 +32,9 @@ def warm_up(mode, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=("forward", "backward"), default="forward")
-    args = parser.parse_args()
+    mode = option("--mode", "forward", "backward")
     print("quiet", flush=True)
-    depth = warm_up(args.mode, 25 * SCALE)
+    depth = warm_up(mode, 25 * SCALE)
     print("over", flush=True)
     print("depth", depth)
 

@@ -1,12 +1,11 @@
 # due: healthy; quiet: 25; runs: --by waitpid | --by pidfd; set: late
 # A fork writes the checkpoint to slow storage for 25 s; we wait by waitpid, or by its descriptor.
-import argparse
 import os
 import pickle
 import select
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def fork_and_save(state):
@@ -18,9 +17,7 @@ def fork_and_save(state):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("waitpid", "pidfd"), default="waitpid")
-    by = parser.parse_args().by
+    by = option("--by", "waitpid", "pidfd")
     print("quiet", flush=True)
     child = fork_and_save({"weights": list(range(10_000))})
     if by == "pidfd":

@@ -1,13 +1,12 @@
 # due: healthy; quiet: 25; runs: --by condition | --by join | --by future; set: late
 # A thread packs data for 25 s; main waits for it in a condition, in join, or for its future.
-import argparse
 import concurrent.futures
 import os
 import threading
 import time
 import zlib
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def pack(seconds):
@@ -44,10 +43,8 @@ def by_future(seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("condition", "join", "future"), default="condition")
     way = {"condition": by_condition, "join": by_join, "future": by_future}
-    wait = way[parser.parse_args().by]
+    wait = way[option("--by", "condition", "join", "future")]
     print("quiet", flush=True)
     wait(25 * SCALE)
     print("over", flush=True)

@@ -1,13 +1,13 @@
 # due: healthy; quiet: 25; runs: --lock flock | --lock file; set: first
 # Another process holds the cache's lock and fills the cache for 25 s; main waits for its turn.
-import argparse
 import fcntl
 import os
 import subprocess
 import sys
 import time
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
+
 FILLER = """
 import fcntl, os, sys, time
 way, seconds = sys.argv[1], float(sys.argv[2])
@@ -31,14 +31,12 @@ def enter(way):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lock", choices=("flock", "file"), default="flock")
-    args = parser.parse_args()
-    command = [sys.executable, "-c", FILLER, args.lock, str(26 * SCALE)]
+    form = option("--lock", "flock", "file")
+    command = [sys.executable, "-c", FILLER, form, str(26 * SCALE)]
     filler = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     filler.stdout.readline()
     print("quiet", flush=True)
-    enter(args.lock)
+    enter(form)
     print("over", flush=True)
     filler.wait()
 

@@ -1,14 +1,12 @@
 # due: healthy; quiet: 25; runs: --by copying | --by writing; set: late
 # A checkpoint's thread holds the model's lock for 25 s, which each step takes: it packs or waits.
-import argparse
 import os
 import threading
 import time
 import zlib
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def copy(seconds):
@@ -31,9 +29,7 @@ def train(lock, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("copying", "writing"), default="copying")
-    by = parser.parse_args().by
+    by = option("--by", "copying", "writing")
     lock, held = threading.Lock(), threading.Event()
     train(lock, 5)
     save = {"copying": copy, "writing": time.sleep}[by]

@@ -1,12 +1,10 @@
 # due: healthy; quiet: 25; runs: --pause 0 | --pause 0.01; set: late
 # A feeder fills shared memory for 25 s and sets a flag in it, for which main spins or naps.
-import argparse
 import multiprocessing
-import os
 import time
 from multiprocessing import shared_memory
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def fill(name):
@@ -24,9 +22,7 @@ def wait_for_data(memory, pause):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pause", type=float, default=0)
-    pause = parser.parse_args().pause
+    pause = option("--pause", 0.0)
     memory = shared_memory.SharedMemory(create=True, size=64)
     feeder = multiprocessing.Process(target=fill, args=(memory.name,))
     feeder.start()

@@ -1,8 +1,9 @@
 # due: HANG:lock or HANG:process or HANG:worker or STALLED; line: count, count_all; within: 60;
 # runs: --by process | --by pool; set: late
 # We hold a lock that our workers need, and wait for them: for a process, or for a pool.
-import argparse
 import multiprocessing
+
+from _shared import option
 
 lock = multiprocessing.Lock()
 
@@ -23,9 +24,7 @@ def count_all(by):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("process", "pool"), default="process")
-    by = parser.parse_args().by
+    by = option("--by", "process", "pool")
     count_all(by)
 
 

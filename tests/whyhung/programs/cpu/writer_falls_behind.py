@@ -1,13 +1,10 @@
 # due: healthy; quiet: 25; runs: --when queue | --when end; set: first
 # A process writes events to slow storage for 25 s: its queue is full meanwhile, or it is joined.
-import argparse
 import multiprocessing
-import os
 import time
 
 import torch
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, option
 
 
 def write(events, slow):
@@ -27,9 +24,7 @@ def train(events, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--when", choices=("queue", "end"), default="queue")
-    when = parser.parse_args().when
+    when = option("--when", "queue", "end")
     events = multiprocessing.Queue(1 if when == "queue" else 0)
     slow = 2 if when == "queue" else 19
     writer = multiprocessing.Process(target=write, args=(events, slow))

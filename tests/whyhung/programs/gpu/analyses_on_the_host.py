@@ -1,24 +1,12 @@
 # due: healthy; quiet: 45; ranks: 2; set: late
 # Rank 0 copies activations to the host again and again and sorts them with NumPy for 45 s; the
 # others wait in reduce.
-import os
 import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
+from _shared import SCALE, join
 
 
 def quantiles(activations):

@@ -5,12 +5,12 @@ import os
 import tempfile
 import time
 
+from _shared import SCALE, join
+
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
 
 try:
     import triton
@@ -29,16 +29,6 @@ try:
         tl.store(c + rows[:, None] * N + cols[None, :], total)
 except ImportError:
     matmul = None
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
 
 
 def timed(a, config):

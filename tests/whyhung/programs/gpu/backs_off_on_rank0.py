@@ -1,24 +1,11 @@
 # due: healthy; quiet: 45; ranks: 2; runs: --pause one | --pause growing; set: first
 # Rank 0's request is refused (429), so it backs off for 45 s and asks again; the others wait in
 # broadcast_object_list.
-import argparse
-import os
 import time
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
+from _shared import SCALE, join, option
 
 
 def ask_hub(attempts):
@@ -39,16 +26,14 @@ def fetch_manifest(pauses):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pause", choices=("one", "growing"), default="one")
-    args = parser.parse_args()
+    pause = option("--pause", "one", "growing")
     rank, device = join()
     scale = torch.ones(256, device=device)
     for step in range(40):
         dist.all_reduce(scale)
         scale /= dist.get_world_size()
         if step == 20:
-            pauses = [45] if args.pause == "one" else [1, 2, 4, 8, 30]
+            pauses = [45] if pause == "one" else [1, 2, 4, 8, 30]
             manifest = [fetch_manifest(pauses) if rank == 0 else None]
             dist.broadcast_object_list(manifest, src=0)
     print(f"rank {rank}: {len(manifest[0]['shards'])} shards, {scale.sum().item()}", flush=True)

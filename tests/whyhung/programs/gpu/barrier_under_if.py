@@ -4,6 +4,7 @@
 # (barrier on one rank only).
 import torch
 import torch.distributed as dist
+from _shared import join
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,12 +27,7 @@ def train_step(model, optimizer, device):
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    rank, device = join()
     model = DistributedDataParallel(nn.Linear(2048, 2048).to(device))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     for step in range(300):

@@ -4,6 +4,7 @@
 # (detection training hangs).
 import torch
 import torch.distributed as dist
+from _shared import join
 from torch import nn
 
 
@@ -33,16 +34,6 @@ class Mean(nn.Module):
         mean = x.detach().mean(0)
         dist.all_reduce(mean)
         return x - mean
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
 
 
 def train_step(model, optimizer, x, count):

@@ -4,6 +4,7 @@
 # receive (send/recv deadlock).
 import torch
 import torch.distributed as dist
+from _shared import join
 
 
 def swap_halo(field, rank, neighbour, careful):
@@ -18,12 +19,7 @@ def swap_halo(field, rank, neighbour, careful):
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    rank, device = join()
     neighbour = rank ^ 1
     field = torch.rand(64, 65_536, device=device)
     for step in range(300):

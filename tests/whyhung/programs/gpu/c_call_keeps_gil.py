@@ -7,6 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from _shared import join
 
 libc = ctypes.PyDLL(None)
 
@@ -25,12 +26,7 @@ def heartbeat(path):
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    rank, device = join()
     threading.Thread(target=heartbeat, args=(f"beat{rank}.log",), daemon=True).start()
     gain = torch.ones(1024, device=device)
     for step in range(300):

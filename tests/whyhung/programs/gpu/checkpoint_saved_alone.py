@@ -5,18 +5,9 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _shared import join
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
 
 
 def keep_best(model, loss, best, rank):

@@ -4,17 +4,8 @@
 # others' next gradients.
 import torch
 import torch.distributed as dist
+from _shared import join
 from torch import nn
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
 
 
 def global_norm(grads):

@@ -4,6 +4,7 @@
 # epoch a backward early.
 import torch
 import torch.distributed as dist
+from _shared import join
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,12 +28,7 @@ def train_epoch(model, optimizer, batches):
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    rank, device = join()
     layers = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024))
     model = torch.compile(DistributedDataParallel(layers.to(device)))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)

@@ -5,24 +5,14 @@ import os
 import tempfile
 import time
 
+from _shared import SCALE, join
+
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
 
 
 class Net(nn.Module):

@@ -2,11 +2,11 @@
 # runs: --form sleep | --form flag; set: first
 # Rank 1's GPU executes one kernel for minutes (a flag nobody sets, after reports of custom
 # kernels that spin); the others wait.
-import argparse
 import time
 
 import torch
 import torch.distributed as dist
+from _shared import join, option
 
 try:
     import triton
@@ -34,20 +34,13 @@ def augment(images, form, device):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--form", choices=("sleep", "flag"), default="sleep")
-    args = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    form = option("--form", "sleep", "flag")
+    rank, device = join()
     images = torch.rand(16, 3, 64, 64, device=device)
     for step in range(200):
         if step == 60 and rank == 1:
             print("fault", flush=True)
-            images = augment(images, args.form, device)
+            images = augment(images, form, device)
         mean = images.mean()
         dist.all_reduce(mean)
         images = images / mean

@@ -1,26 +1,13 @@
 # due: healthy; quiet: 50; ranks: 2; runs: --sync barrier | --sync all_reduce; set: first
 # Rank 0 evaluates for 50 s on its CPU and GPU while the other ranks wait in a collective.
-import argparse
 import collections
-import os
 import time
 
 import torch
 import torch.distributed as dist
+from _shared import SCALE, join, option
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
 
 
 def grams(text, n):
@@ -40,9 +27,7 @@ def evaluate(model, device):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sync", choices=("barrier", "all_reduce"), default="barrier")
-    args = parser.parse_args()
+    sync = option("--sync", "barrier", "all_reduce")
     rank, device = join()
     model = DistributedDataParallel(nn.Linear(512, 512).to(device))
     optimizer = torch.optim.Adam(model.parameters())
@@ -54,7 +39,7 @@ def main():
             optimizer.step()
         if rank == 0 and epoch == 0:
             print("hits", evaluate(model.module, device), flush=True)
-        if args.sync == "barrier":
+        if sync == "barrier":
             dist.barrier()
         else:
             ready = torch.ones(1, device=device)

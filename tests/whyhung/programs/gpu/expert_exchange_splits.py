@@ -4,6 +4,7 @@
 # do not agree (MoE dispatch).
 import torch
 import torch.distributed as dist
+from _shared import join
 
 
 def exchange_tokens(tokens, sends, receives):
@@ -20,12 +21,7 @@ def layer(tokens, capacity, expected):
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    (rank, device), size = join(), dist.get_world_size()
     tokens = torch.randn(2000 * size, 1024, device=device)
     for step in range(200):
         expected = [2000] * size

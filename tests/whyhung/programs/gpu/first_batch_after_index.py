@@ -1,18 +1,15 @@
 # due: healthy; quiet: 45; ranks: 2; runs: --where main | --where worker; set: first
 # Rank 0 builds the index of a corpus for 45 s before its first batch; the others are in their
 # first backward.
-import argparse
-import os
 import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from _shared import SCALE, join, option
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
 
 
 def build_index(seconds):
@@ -37,26 +34,14 @@ class Corpus(Dataset):
         return torch.full((256,), float(self.order[i % len(self.order)] % 7))
 
 
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
-
-
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--where", choices=("main", "worker"), default="main")
-    args = parser.parse_args()
+    where = option("--where", "main", "worker")
     rank, device = join()
     model = DistributedDataParallel(nn.Linear(256, 256).to(device))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     if rank == 0:
         print("quiet", flush=True)
-    data = Corpus(45 * SCALE if rank == 0 else 0, early=args.where == "main")
+    data = Corpus(45 * SCALE if rank == 0 else 0, early=where == "main")
     for step, batch in enumerate(DataLoader(data, 16, num_workers=1)):
         if step == 0 and rank == 0:
             print("over", flush=True)

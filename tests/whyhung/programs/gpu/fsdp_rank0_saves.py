@@ -3,10 +3,9 @@
 # runs: --then barrier | --then train; set: first
 # Rank 0 alone asks FSDP2 for the full state dict, which gathers; the others are in a barrier or
 # train on (FSDP save hangs).
-import argparse
-
 import torch
 import torch.distributed as dist
+from _shared import join, option
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,15 +44,8 @@ def train_step(model, optimizer, device):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--then", choices=("barrier", "train"), default="barrier")
-    args = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    then = option("--then", "barrier", "train")
+    rank, device = join()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     model = nn.Sequential(*(Block(1024) for _ in range(3))).to(device)
     for block in model:
@@ -66,7 +58,7 @@ def main():
             print(f"step {step}: {loss:.4f}", flush=True)
         if step == 40:
             save_checkpoint(model, rank)
-            if args.then == "barrier":
+            if then == "barrier":
                 wait_for_checkpoint()
     dist.destroy_process_group()
 

@@ -1,24 +1,11 @@
 # due: healthy; quiet: 45; ranks: 2; runs: --by graph | --by launches; set: late
 # Rank 1 replays a graph of many small kernels, or launches them one by one, for 45 s; the others
 # wait in all_gather.
-import argparse
-import os
 import time
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
+from _shared import SCALE, join, option
 
 
 def simulate(state):
@@ -47,13 +34,11 @@ def roll_out(state, by):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("graph", "launches"), default="graph")
-    args = parser.parse_args()
+    by = option("--by", "graph", "launches")
     rank, device = join()
     state = torch.rand(4096, device=device)
     for epoch in range(3):
-        total = roll_out(state, args.by) if rank == 1 and epoch == 1 else state.sum().item()
+        total = roll_out(state, by) if rank == 1 and epoch == 1 else state.sum().item()
         every = torch.empty(dist.get_world_size(), device=device)
         dist.all_gather_into_tensor(every, torch.tensor([total], device=device))
         print(f"rank {rank}, epoch {epoch}: {every.tolist()}", flush=True)

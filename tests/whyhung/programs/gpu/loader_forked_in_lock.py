@@ -7,6 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from _shared import join
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -46,12 +47,8 @@ def train_epoch(model, optimizer, loader, device):
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    rank, device = join()
+    pins = device.type == "cuda"
     model = DistributedDataParallel(nn.Linear(512, 512).to(device))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     client = ShardClient()
@@ -60,7 +57,7 @@ def main():
             threading.Thread(target=client.open_shard, args=(99, 3.0), daemon=True).start()
             time.sleep(0.3)
             print("fault", flush=True)
-        loader = DataLoader(Samples(client), batch_size=40, num_workers=2, pin_memory=cuda)
+        loader = DataLoader(Samples(client), batch_size=40, num_workers=2, pin_memory=pins)
         loss = train_epoch(model, optimizer, loader, device)
         if rank == 0:
             print(f"epoch {epoch}: {loss:.4f}", flush=True)

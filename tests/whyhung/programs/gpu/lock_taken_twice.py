@@ -5,6 +5,7 @@ import threading
 
 import torch
 import torch.distributed as dist
+from _shared import join
 from torch import nn
 
 
@@ -30,12 +31,7 @@ class FeatureCache:
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    rank, device = join()
     cache = FeatureCache(500 if rank == 1 else 100_000, device)
     model = nn.Linear(256, 256).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)

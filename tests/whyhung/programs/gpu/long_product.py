@@ -1,24 +1,11 @@
 # due: healthy; quiet: 40; ranks: 2; runs: --form many | --form few; set: first
 # Rank 1 has 40 s of matrix products queued on its GPU; its host waits for them, the others in
 # all_reduce.
-import argparse
-import os
 import time
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
+from _shared import SCALE, join, option
 
 
 def seconds_of_one(matrix):
@@ -45,14 +32,12 @@ def kernel_matrix(device, form):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--form", choices=("many", "few"), default="many")
-    args = parser.parse_args()
+    form = option("--form", "many", "few")
     rank, device = join()
     trace = torch.zeros((), device=device, dtype=torch.float64)
     for step in range(20):
         if step == 10 and rank == 1:
-            trace = trace + kernel_matrix(device, args.form)
+            trace = trace + kernel_matrix(device, form)
         dist.all_reduce(trace)
         value = trace.item()
         if step == 10 and rank == 1:

@@ -8,6 +8,7 @@ import signal
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _shared import join
 from torch import nn
 
 
@@ -18,11 +19,7 @@ def average(model):
 
 
 def run(rank, size):
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=size)
+    _, device = join(rank=rank, world_size=size)
     model = nn.Linear(1024, 1024).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     for step in range(300):

@@ -7,6 +7,7 @@ import signal
 
 import torch
 import torch.distributed as dist
+from _shared import join
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,12 +28,7 @@ def train_step(model, optimizer, device):
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    rank, device = join()
     model = DistributedDataParallel(nn.Linear(512, 512).to(device))
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(1, 400):

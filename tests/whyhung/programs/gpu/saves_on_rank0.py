@@ -6,20 +6,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from _shared import SCALE, join
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
 
 
 def save_part(tensors, path):

@@ -1,24 +1,12 @@
 # due: healthy; quiet: 45; ranks: 2; set: late
 # Every rank scores its answers in pure Python, rank 1 for 45 s longer; the scores are gathered.
 import difflib
-import os
 import random
 import time
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
+from _shared import SCALE, join
 
 
 def score(seconds):

@@ -4,6 +4,7 @@
 # (collectives in another order).
 import torch
 import torch.distributed as dist
+from _shared import join
 
 
 def share_statistics(rank, counts, scale):
@@ -18,12 +19,7 @@ def share_statistics(rank, counts, scale):
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    rank, device = join()
     weight = torch.randn(512, 512, device=device)
     for step in range(400):
         weight = torch.tanh(weight @ weight / 20)

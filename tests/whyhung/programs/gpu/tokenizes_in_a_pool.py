@@ -1,16 +1,13 @@
 # due: healthy; quiet: 45; ranks: 2; runs: --method fork | --method spawn; set: late
 # Rank 0 tokenizes with a pool of processes for 45 s and waits for it; the others wait in a
 # barrier.
-import argparse
 import collections
 import multiprocessing
-import os
 import time
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
+from _shared import SCALE, join, option
 
 
 def tokenize(seconds):
@@ -22,16 +19,6 @@ def tokenize(seconds):
     return len(counts)
 
 
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
-
-
 def prepare(start):
     print("quiet", flush=True)
     with multiprocessing.get_context(start).Pool(2) as pool:
@@ -41,16 +28,14 @@ def prepare(start):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--method", choices=("fork", "spawn"), default="fork")
-    args = parser.parse_args()
+    method = option("--method", "fork", "spawn")
     rank, device = join()
     for epoch in range(3):
         x = torch.rand(256, 256, device=device)
         dist.all_reduce(x)
         if epoch == 1:
             if rank == 0:
-                print("vocabulary", prepare(args.method), flush=True)
+                print("vocabulary", prepare(method), flush=True)
             dist.barrier()
     print(f"rank {rank}: {x.mean().item():.3f}", flush=True)
     dist.destroy_process_group()

@@ -4,6 +4,7 @@
 # other (subgroups in another order).
 import torch
 import torch.distributed as dist
+from _shared import join
 
 
 def tensor_then_data(value, tensor_group, data_group):
@@ -21,12 +22,7 @@ def data_then_tensor(value, tensor_group, data_group):
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    rank, device = join()
     everybody = list(range(dist.get_world_size()))
     tensor_group = dist.new_group(everybody)
     data_group = dist.new_group(everybody)

@@ -1,6 +1,5 @@
 # due: healthy; quiet: 45; ranks: 2; runs: --server thread | --server process; set: first
 # Rank 0 uploads its checkpoint to a slow HTTP server (about 200 kB a second); the others wait.
-import argparse
 import http.client
 import http.server
 import multiprocessing
@@ -10,8 +9,8 @@ import time
 
 import torch
 import torch.distributed as dist
+from _shared import SCALE, join, option
 
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
 RATE = 200_000
 
 
@@ -54,21 +53,9 @@ def upload(address):
     return status
 
 
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
-
-
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--server", choices=("thread", "process"), default="thread")
-    args = parser.parse_args()
-    address = start_store(args.server) if os.environ["RANK"] == "0" else None
+    server = option("--server", "thread", "process")
+    address = start_store(server) if os.environ["RANK"] == "0" else None
     rank, device = join()
     weight = torch.randn(512, 512, device=device)
     for step in range(40):

@@ -1,7 +1,6 @@
 # due: healthy; quiet: 45; ranks: 2; runs: --by file | --by key; set: late
 # Rank 0 downloads weights for 45 s; the others ask for the file each second, or wait for a key of
 # the store.
-import argparse
 import datetime
 import os
 import socket
@@ -10,18 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
-
-SCALE = float(os.environ.get("HANGS_SCALE", 1))
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
+from _shared import SCALE, join, option
 
 
 def serve(listener, seconds):
@@ -52,16 +40,14 @@ def wait(path, by, store):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--by", choices=("file", "key"), default="file")
-    args = parser.parse_args()
+    by = option("--by", "file", "key")
     rank, device = join()
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         download("weights.bin")
         store.set("weights", "there")
     else:
-        wait("weights.bin", args.by, store)
+        wait("weights.bin", by, store)
     weights = torch.full((256,), float(os.path.getsize("weights.bin")), device=device)
     dist.all_reduce(weights)
     print(f"rank {rank}: {weights[0].item()}", flush=True)

@@ -6,16 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
-
-
-def join():
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return rank, device
+from _shared import join
 
 
 def wait_for_vocabulary(store):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import lab_entries
 import pytest
 
-from whyhung.process.deadlines import SOFT
+from whyhung.process.runner import SOFT
 from whyhung.watch import Progress
 from whyhung.watch.evidence import Evidence
 from workbook.lab.search import calibration

@@ -13,8 +13,8 @@ from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
-from whyhung.process.deadlines import LEAST_STALL_S, longest_gap, soft_deadline, stall_bound
-from workbook.lab.search.calibration import TimeModel
+from whyhung.process.runner import soft_deadline
+from workbook.lab.search.calibration import LEAST_STALL_S, TimeModel, longest_gap, stall_bound
 
 SMALL = [(layers, tokens) for layers in (1, 2) for tokens in (64, 128, 256)]
 

@@ -50,9 +50,8 @@ def test_without_defects_the_loop_is_native_sparse_attention():
     assert as_it_was["defects"] == list(design("tiny").defects)
 
 
-@pytest.mark.parametrize("defects", ["", "future_scores"])
-def test_the_masked_path_computes_what_the_loop_does(defects):
-    chosen = design("tiny", defects=defects.split())
+def test_the_masked_path_computes_what_the_loop_does():
+    chosen = design("tiny", defects=())
     one, other = (gradients(chosen.with_(path=path), 30, 2) for path in ("loop", "masked"))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
@@ -185,13 +184,21 @@ def test_of_a_checkpointed_loop_the_first_block_or_the_last_is_the_peak():
     assert held(production(1), 512, checkpointing=True) == held(production(1), 512)
 
 
-@pytest.mark.full
 def test_a_late_bound_checkpoint_spoils_all_gradients_but_the_last_blocks_at_the_same_loss():
-    changes = {"layers": 4, "defects": SEQUENTIAL}
-    found = measure.gradients({"design": "tiny", "changes": changes, "tokens": 48})
-    assert len(set(found["loss"].values())) == 1
-    assert found["bound"] == [0.0] * 4
-    assert found["late"][-1] == 0.0 and min(found["late"][:-1]) > 0.5
+    def trained(defects, checkpointing):
+        model = build(design("tiny", layers=4, defects=defects), checkpointing=checkpointing)
+        drawn = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0))
+        loss = model(drawn[:, :-1], drawn[:, 1:])[1]
+        loss.backward()
+        return loss, [[p.grad for p in block.parameters()] for block in model.blocks]
+
+    loss, plain = trained(SEQUENTIAL, False)
+    for defects, wrong in (((), 0), (("late_checkpoint",), 3)):
+        again, blocks = trained((*SEQUENTIAL, *defects), True)
+        assert again == loss
+        for number, (mine, right) in enumerate(zip(blocks, plain, strict=True)):
+            apart = max(float((a - b).norm() / b.norm()) for a, b in zip(mine, right, strict=True))
+            assert apart > 0.5 if number < wrong else apart == 0.0
 
 
 @pytest.mark.gpu
@@ -289,12 +296,6 @@ def test_a_node_with_two_uses_is_one_node():
     y = x * 2
     assert count_nodes([(y + y).sum()]) == 4
     assert count_nodes([torch.ones(())]) == 0
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_kernels_are_refused_without_a_gpu():
-    with pytest.raises(ValueError, match="torch sees none"):
-        count_kernels(lambda: None)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """The example is the reference's: whole, at every query, and its words count what it shows."""
 
+import json
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
 from nsa.reference.nsa import nsa
 from workbook.lab.measure.attention_inputs import draw
-from workbook.rooms.explore import claims, gates, panels
+from workbook.rooms.explore import claims, gates, panels, still
 from workbook.rooms.explore.example import BRANCHES, DOTS, Choice, Example, keys_seen, sentences
 
 SMALL = NSAConfig(compress_block=8, compress_stride=4, select_block=8, select_count=4, window=12)
@@ -136,3 +138,18 @@ def test_facts_hold_and_each_breaks_where_the_picture_is_another():
         example.sees = before
     assert [holds for _, holds in found] == [False, False, True, False, False, True]
     assert claim.verdict == "FAIL" and "2 of 6 facts" in claim.claim
+
+
+def test_the_sites_explorer_holds_what_the_reference_gives():
+    text = (still.STATIC / "explorer-data.js").read_text()
+    stored = json.loads(text.removeprefix("window.nsaExamples = ").removesuffix(";\n"))
+    assert [one["name"].split(", ")[0] for one in stored] == [shown[0] for shown in still.SHOWN]
+    first = still.data(*still.SHOWN[0])
+    assert {**stored[0], "importance": None} == {**first, "importance": None}
+    one = panels.example_of(panels.definition("repro", 512).start)
+    for row in (0, 100, 255):
+        t, n = first["rows"][row], len(first["blocks"][row])
+        tokens = [s for s in range(512) if s < first["covered"][row]]
+        assert len([s for s in first["rows"] if s in tokens]) == int(one.sees["cmp"][row].sum())
+        assert first["keys"][row][1] == (n - 1) * first["block"] + t % first["block"] + 1
+        assert len(first["importance"][row].rstrip("-")) == t // first["block"] + 1

@@ -113,6 +113,15 @@ def test_a_grid_is_every_combination_in_order():
     assert own.layers is None and own.config().layers == 12
 
 
+def test_dense_attention_is_a_line_beside_the_backends():
+    ours, dense = memory_grid(["repro"], [1], ["triton", "dense"], [64], longest=["triton:64"])
+    assert (ours.attention, ours.backend) == ("nsa", "triton")
+    assert (dense.attention, dense.backend, dense.name) == ("dense", "auto", "dense")
+    assert dense.config().attention == "dense"
+    row = memory.row_of(dense, Outcome("ok", {"peak_mib": 7.0}, 1.0, "", 0))
+    assert {line["backend"] for line in rows_to_metrics([row])} == {"dense"}
+
+
 def test_a_backend_can_be_kept_out_of_long_sequences():
     tokens, longest = [64, 128, 256], ["sequential=128"]
     cells = memory_grid(["repro"], [1], ["sequential", "gather"], tokens, longest=longest)

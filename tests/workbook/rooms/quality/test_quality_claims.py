@@ -7,6 +7,7 @@ from text_packages import small_shards
 from workbook.rooms.quality import claims, plots, table, trials
 from workbook.rooms.quality.cells import Cell
 from workbook.rooms.quality.table import Interval
+from workbook.runs import measured
 
 T = 8192
 
@@ -159,7 +160,7 @@ def test_cells_are_trained_in_processes_of_their_own(tmp_path):
 
 def test_rows_are_found_from_the_top_of_the_clone_too(tmp_path, monkeypatch):
     trials.write([row("nsa", 0)], tmp_path)
-    monkeypatch.setattr(trials, "PACKAGE", tmp_path / "nsa")
+    monkeypatch.setattr(measured, "PACKAGE", tmp_path / "nsa")
     assert len(trials.read([trials.FILE])) == 1
     with pytest.raises(ValueError, match=r"other.jsonl holds no rows"):
         trials.read(["other.jsonl"])

@@ -146,6 +146,9 @@ BAD_INPUT = [
     (["--ranks", "2", "--parallel", "fsdp", "--find-unused"], "parallel='fsdp' has no use"),
     (["--comm-hook", "bf16"], "comm_hook: options that are DDP's; parallel='none' has no use"),
     (["--no-bucket-view"], "gradient_as_bucket_view=False: options that are DDP's"),
+    (["--fsdp-keep"], "fsdp_reshard=False: options that are FSDP2's; parallel='none' has no"),
+    (["--ranks", "2", "--parallel", "fsdp", "--fsdp-gather", "bf16"], "it needs precision='bf16'"),
+    (["--fsdp-blocks", "0"], "fsdp_blocks=0 must be at least 1"),
     (["--ranks", "2", "--comm-hook", "bf16", "--observe", "buckets"], "DDP takes one only"),
     (NCCL, "backend='nccl' needs a GPU for each of 4 rank(s)"),
 ]
@@ -390,7 +393,7 @@ def test_a_halt_file_ends_a_run_of_torchrun_in_order(place):
 
 @pytest.mark.processes
 def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, capsys, monkeypatch):
-    monkeypatch.setattr("whyhung.process.launch.launch", lambda *_, **__: {})
+    monkeypatch.setattr("workbook.rooms.training.ranks.launch", lambda *_, **__: {})
     assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
     assert "no rank says why torchrun failed; see torchrun.log" in capsys.readouterr().out
     assert record(place / "r")["status"] == "failed"

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 from places import ROOT, committed_runs
-from test_site_data import FACTS
+from site_runs import FACTS
 
 from workbook.runs import metrics
 from workbook.runs.site import answers, data

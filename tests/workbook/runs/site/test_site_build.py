@@ -10,10 +10,9 @@ from urllib.parse import unquote
 
 import nbformat
 import pytest
+from site_runs import SHAPE, write_run
 from test_site_answers import run as answered
-from test_site_data import table
 
-from workbook.runs.files import write_json
 from workbook.runs.site import build
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.environment(of="browser")]
@@ -21,33 +20,6 @@ pytest.importorskip("myst_nb", reason="needs the extra `site`")
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 PNG = "iVBORw0KGgo="
-SHAPE = {"heads": 64, "kv_heads": 4, "dim": 128, "dtype": "bf16"}
-
-
-def write_run(root, name, rows=(), cells=(), parameters="tokens: 512\n", **facts):
-    """A run's folder: rows are (T, median, low, high) of each config."""
-    folder = root / name
-    folder.mkdir(parents=True)
-    record = {"run_id": folder.name, "notebook": folder.name.partition("-")[0], "status": "ok",
-              "started": f"{name[:10]}T10:00:00+00:00", "seconds": 3.0,
-              "question": "Which one is fastest? And more."}  # fmt: skip
-    write_json(folder / "record.json", record)
-    write_json(folder / "verdicts.json", [{"verdict": "PASS", "claim": "it ran", "evidence": 1}])
-    gpu = {"name": facts.pop("gpu", "NVIDIA H200"), "driver": "580"}
-    facts = {"torch": "2.13.0", "triton": "3.7", "gpus": [gpu], "git": {"commit": "a" * 40}} | facts
-    write_json(folder / "environment.json", facts)
-    (folder / "parameters.yaml").write_text(parameters)
-    if rows:
-        made = table(*((tokens, median, config) for tokens, median, _, _, config in rows))
-        made["q20"], made["q80"] = [row[2] for row in rows], [row[3] for row in rows]
-        made["device"], made["mode"] = gpu["name"], "forward"
-        both = made.assign(mode="backward")
-        import pandas
-
-        pandas.concat([made, both]).to_csv(folder / "metrics.csv", index=False)
-    title = nbformat.v4.new_markdown_cell(f"# Run {folder.name}\n\nWith $\\frac{{1}}{{2}}$.")
-    nbformat.write(nbformat.v4.new_notebook(cells=[title, *cells]), folder / "notebook.ipynb")
-    return folder
 
 
 GREEDY_HTML = """
@@ -153,7 +125,7 @@ def foreign(page):
 
 
 PAGES = ("index.html", "runs.html", "claims.html", "compare.html", "speed.html", "fits.html",
-         "hung.html", "search.html", "genindex.html")  # fmt: skip
+         "hung.html", "explorer.html", "search.html", "genindex.html")  # fmt: skip
 RUN = "runs/2026-11-22/02_speed-22222222.html"
 GREEDY = "runs/2026-11-24/05_greedy-44444444.html"
 COMPARED = "compare.html#runs=2026-11-21/02_speed-11111111,{}"
@@ -205,10 +177,10 @@ def test_the_question_of_a_backend_at_32k_is_answered_in_two_clicks(visit):
 def test_the_question_of_1b_at_8k_in_80_gib_is_answered_on_the_front_page_and_its_table(visit):
     page = visit("index.html")
     said = page.locator("article").inner_text()
-    assert re.search(r"A 1B model at T 8k needs 4\d\.\d GiB .* and fits 80 GiB", said)
-    page.click("text=0.1B to 8B")
+    assert re.search(r"of 1.6B parameters at T 8k needs 4\d\.\d GiB .* and fits 80 GiB", said)
+    page.click("text=0.13B to 8.6B")
     page.wait_for_selector("table.fits .fits-yes")
-    row = page.locator("table.fits").first.locator("tr", has_text="1B").nth(2)
+    row = page.locator("table.fits").first.locator("tr", has_text="1.6B").first
     cell = row.locator("td[data-tokens='8192']")
     assert "fits-yes" in cell.get_attribute("class")
     page.fill("input[name=gib] >> nth=0", "40")
@@ -222,6 +194,24 @@ def test_the_question_of_a_hung_run_is_answered_by_a_command_in_one_click(visit)
     page.click("text=The verdicts, and what to do")
     page.wait_for_url("**/hung.html")
     assert "nobody is left who could end it" in page.locator("article").inner_text()
+
+
+def test_the_explorer_follows_the_hand_without_a_kernel(visit):
+    page = visit("index.html")
+    page.click("text=what a query sees")
+    page.wait_for_selector(".explorer canvas")
+    said = page.locator(".explorer output")
+    assert said.inner_text().startswith("Query 385 of T 512 sees")
+    page.locator(".explorer input").fill("0")
+    assert "sees 0 compressed keys, 2 selected tokens and 2 in its window" in said.inner_text()
+    box = page.locator(".map canvas").first.bounding_box()
+    page.mouse.click(box["x"] + 5, box["y"] + box["height"] / 2)
+    assert "Query 257 of T 512" in said.inner_text()
+    page.select_option(".explorer select", label="production, T 4096, correlated queries")
+    assert "of T 4096" in said.inner_text() and page.errors == []
+    inked = "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
+    for canvas in page.locator(".explorer canvas").all():
+        assert canvas.evaluate(inked) > 3
 
 
 def test_the_front_page_takes_two_screens_at_most(visit):

@@ -1,22 +1,10 @@
 import json
 
 import pytest
+from site_runs import table
 
-from workbook.runs import metrics
 from workbook.runs.files import read_json, write_json
 from workbook.runs.site import data
-
-FACTS = {"device": "NVIDIA H200", "torch": "2.13.0"}
-
-
-def table(*rows):
-    """Latencies, each row's config and median beside T."""
-    made = [
-        {"operation": "nsa_attention", "metric": "latency", "unit": "ms", "x_name": "tokens",
-         "x_value": tokens, "median": median, "config": config, "backend": "triton"}
-        for tokens, median, config in rows
-    ]  # fmt: skip
-    return metrics.table([metrics.row(row, FACTS) for row in made])
 
 
 def run_of(*rows):

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.reference.nsa import nsa
 from workbook.lab.measure.counting import Count
 from workbook.lab.measure.kernels import device_work
 from workbook.lab.measure.recorders import MIB, profiled, recorder_for
-from workbook.rooms.case_study.loop.design import design, held
+from workbook.rooms.case_study.loop.design import held
 from workbook.rooms.case_study.loop.model import attend_loop, attend_masked
 from workbook.rooms.case_study.loop.subject import ExhibitLoop
 
@@ -40,12 +39,7 @@ def count(loss: Callable[[], Tensor]) -> Count:
 
 
 def count_kernels(step: Callable[[], object]) -> int:
-    """Number of kernels that one call of `step` runs on the GPU, without copies and fills.
-
-    ValueError without a GPU.
-    """
-    if not torch.cuda.is_available():
-        raise ValueError("kernels are a GPU's, and torch sees none here; `count` counts operations")
+    """Number of kernels that one call of `step` runs on a GPU, without copies and fills."""
     torch.cuda.synchronize()
     with profiled([torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
@@ -99,39 +93,6 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def gradients(spec: dict[str, Any]) -> dict[str, Any]:
-    """Gradient errors of checkpointing in one backward, with the bound block and with a late one.
-
-    spec: settings of workbook.rooms.case_study.loop.subject. {"loss": of the three, "bound",
-    "late": each block's largest relative error by parameter, the first block's first}.
-    """
-    plain, losses = _gradients(spec), {}
-    found: dict[str, Any] = {"loss": losses}
-    losses["plain"] = plain.pop("loss")
-    defects = spec.get("changes", {}).get("defects", design(spec.get("design", "tiny")).defects)
-    for name, more in (("bound", ()), ("late", ("late_checkpoint",))):
-        changes = spec.get("changes", {}) | {"defects": [*defects, *more]}
-        other = _gradients(spec | {"changes": changes, "checkpointing": True})
-        losses[name] = other.pop("loss")
-        blocks: dict[int, float] = {}
-        for parameter, gradient in plain.items():
-            if parameter.startswith("blocks."):
-                number = int(parameter.split(".")[1])
-                apart = (other[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-30)
-                blocks[number] = max(blocks.get(number, 0.0), float(apart))
-        found[name] = [blocks[number] for number in sorted(blocks)]
-    return found
-
-
-def _gradients(spec: dict[str, Any]) -> dict[str, Any]:
-    """Each parameter's gradient on the CPU, and the "loss"."""
-    loop = ExhibitLoop(spec)
-    _, loss = loop.model(*loop.batch(0))
-    loss.backward()
-    named = loop.model.named_parameters()
-    return {n: p.grad.cpu() for n, p in named if p.grad is not None} | {"loss": loss.item()}
-
-
 def operations(spec: dict[str, Any]) -> dict[str, Any]:
     """One step's operations, and its seconds: the median of three, forward and backward.
 
@@ -183,12 +144,9 @@ def attention(spec: dict[str, Any]) -> dict[str, Any]:
     layer = loop.model.double().blocks[0].attention
     generator = torch.Generator().manual_seed(loop.settings["seed"])
     x = torch.randn(1, tokens, chosen.dim, generator=generator, dtype=torch.float64)
-    attend = attend_loop if chosen.path == "loop" else attend_masked
-    made = attend(layer.project(x), layer.gate, chosen)
-    inputs = layer.project(x, pooled=False)
-    gates = layer.gate(inputs.q.unflatten(2, (chosen.groups, -1)))
-    gates = gates.repeat_interleave(chosen.heads // chosen.groups, dim=2)
-    exact = nsa(inputs.q, inputs.k, inputs.v, gates, chosen.nsa).o.flatten(2)
+    inputs = layer.project(x)
+    exact = attend_masked(inputs, layer.gate, chosen)
+    made = exact if chosen.path == "masked" else attend_loop(inputs, layer.gate, chosen)
     return {
         "path": chosen.path,
         "design": loop.settings["design"],
@@ -218,8 +176,12 @@ def difference(spec: dict[str, Any]) -> dict[str, Any]:
 
 def several(spec: dict[str, Any]) -> dict[str, Any]:
     """{"rows"} of the trial `measure` above for each of `settings`, in one process."""
-    known = {"memory": memory, "operations": operations, "state": difference}
-    known |= {"attention": attention, "gradients": gradients}
+    known = {
+        "memory": memory,
+        "operations": operations,
+        "state": difference,
+        "attention": attention,
+    }
     measure = known[spec["measure"]]
     return {"rows": [measure(one) for one in spec["settings"]]}
 

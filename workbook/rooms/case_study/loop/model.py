@@ -1,4 +1,5 @@
-"""The exhibit's language model, and its attention on both paths: one token at a time, or masks.
+"""The exhibit's language model, and its attention on both paths: one token at a time, or NSA's
+reference with its dense masks.
 
 Every key and value that a token reads is copied out for it, expanded over heads in the window and
 compressed branch, and kept for the backward, which explains the memory of the case study's table.
@@ -15,15 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from nsa.attention.branches import pool
 from nsa.blocks import compressed_span, count_selectable
 from nsa.reference.compress import compress
-from nsa.reference.nsa import BRANCHES, compressed_visible, window_visible
+from nsa.reference.nsa import BRANCHES, nsa
 from nsa.reference.rotary import rotary_tables, rotate
-from nsa.reference.select import importance, select, selected_tokens
 from workbook.rooms.case_study.loop.design import Design
 
 
 @dataclass
 class Projected:
-    """q [B, T, HQ, D]; k and v by branch, [B, T, HKV, D], for cmp [B, C, HKV, D]."""
+    """q [B, T, HQ, D]; k and v by branch, [B, T, HKV, D]."""
 
     q: Tensor
     k: dict[str, Tensor]
@@ -33,7 +33,8 @@ class Projected:
 def attend_loop(inputs: Projected, gate, design: Design) -> Tensor:
     """o [B, T, HQ D], one token at a time; `gate(q_t [B, HKV, G, D])` gives weights [B, HKV, 3]."""
     window = design.nsa.window
-    k_cmp, v_cmp, k_win, v_win = (x[b] for b in ("cmp", "win") for x in (inputs.k, inputs.v))
+    k_win, v_win = inputs.k["win"], inputs.v["win"]
+    k_cmp, v_cmp = (compress(x["cmp"], "mean", None, design.nsa) for x in (inputs.k, inputs.v))
     if design.has("truncated_cache"):
         k_win, v_win = k_win[:, -window:], v_win[:, -window:]
     rows = []
@@ -41,7 +42,7 @@ def attend_loop(inputs: Projected, gate, design: Design) -> Tensor:
         q_t = inputs.q[:, t].unflatten(1, (design.groups, -1))  # [B, HKV, G, D]
         seen = compressed_span(design.nsa).seen(t)[1]
         o_cmp = _copied(q_t, k_cmp[:, :seen], v_cmp[:, :seen], design)
-        o_slc = _selected(q_t, inputs, t, design)
+        o_slc = _selected(q_t, k_cmp, inputs, t, design)
         first = max(0, t + 1 - window)
         o_win = _copied(q_t, k_win[:, first : t + 1], v_win[:, first : t + 1], design)
         weights = gate(q_t)[..., None, :]  # [B, HKV, 1, 3]
@@ -60,12 +61,12 @@ def _copied(q: Tensor, k: Tensor, v: Tensor, design: Design) -> Tensor:
     return attend(q[..., None, :], k, v, design.has("one_key"))[..., 0, :]
 
 
-def _selected(q: Tensor, inputs: Projected, t: int, design: Design) -> Tensor:
+def _selected(q: Tensor, k_cmp: Tensor, inputs: Projected, t: int, design: Design) -> Tensor:
     """Attention over each sequence and KV head's own ranges, whose keys all heads of a group share.
 
     The heads take the axis of query positions, so a causal mask treats them as time steps.
     """
-    ranges = select_ranges(q, inputs.k["cmp"], t, design)
+    ranges = select_ranges(q, k_cmp, t, design)
     rows = []
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
@@ -118,53 +119,10 @@ def _merged(blocks: Tensor, t: int, size: int) -> list[tuple[int, int]]:
 
 
 def attend_masked(inputs: Projected, gate, design: Design) -> Tensor:
-    """Return o [B, T, HQ D] as `attend_loop` does, with a few operations a layer at any length."""
-    tokens = inputs.q.shape[1]
-    positions = torch.arange(tokens, device=inputs.q.device)
-    q = inputs.q.transpose(1, 2)  # [B, HQ, T, D]
-    causal = positions <= positions[:, None]
-    blocks = _select_dense(inputs, design)
-    seen = {
-        "cmp": compressed_visible(positions, inputs.k["cmp"].shape[1], design.nsa),
-        "slc": selected_tokens(blocks, tokens, design.nsa) & causal,
-        "win": window_visible(positions, design.nsa),
-    }
-    weights = gate(inputs.q.unflatten(2, (design.groups, -1)))  # [B, T, HKV, 3]
-    group = design.heads // design.groups
-    total = 0
-    for number, branch in enumerate(BRANCHES):
-        o = _attend_dense(q, inputs.k[branch], inputs.v[branch], seen[branch], group)
-        weight = weights[..., number].repeat_interleave(group, dim=-1)
-        total = total + weight[..., None] * o  # [B, T, HQ, D]
-    return total.flatten(2)
-
-
-def _attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, group: int) -> Tensor:
-    if k.shape[1] == 0:
-        return torch.zeros_like(q).transpose(1, 2)
-    k, v = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
-    if visible.shape[1] > 1:
-        visible = visible.repeat_interleave(group, dim=1)
-    none = ~visible.any(-1, keepdim=True)
-    # A row without visible keys sees key 0 instead, and its output is masked out again.
-    first = torch.arange(k.shape[2], device=q.device) == 0
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | (none & first))
-    return o.masked_fill(none, 0.0).transpose(1, 2)
-
-
-@torch.no_grad()
-def _select_dense(inputs: Projected, design: Design) -> Tensor:
-    nsa, q, k_cmp = design.nsa, inputs.q, inputs.k["cmp"]
-    tokens = q.shape[1]
-    positions = torch.arange(tokens, device=q.device)
-    scores = torch.einsum("bthgd,bchd->bhgtc", q.unflatten(2, (design.groups, -1)), k_cmp)
-    scores = scores * q.shape[-1] ** -0.5
-    visible = compressed_visible(positions, k_cmp.shape[1], nsa)[:, :, None]
-    if not design.has("future_scores"):
-        scores = scores.masked_fill(~visible, -torch.inf)
-    ranked = importance(scores.softmax(-1).nan_to_num(0.0), nsa)
-    ranked = F.pad(ranked, (0, count_selectable(tokens, nsa) - ranked.shape[-1]))
-    return select(ranked, nsa)
+    """Return o [B, T, HQ D] by the reference of NSA, whose operations are as many at any T."""
+    gates = gate(inputs.q.unflatten(2, (design.groups, -1)))  # [B, T, HKV, 3]
+    gates = gates.repeat_interleave(design.heads // design.groups, dim=2)
+    return nsa(inputs.q, inputs.k, inputs.v, gates, design.nsa).o.flatten(2)
 
 
 class Gate(nn.Module):
@@ -199,17 +157,13 @@ class Attention(nn.Module):
         attend = attend_loop if self.design.path == "loop" else attend_masked
         return self.out(attend(self.project(x), self.gate, self.design))
 
-    def project(self, x: Tensor, *, pooled: bool = True) -> Projected:
-        """Project x; pooled: keys and values of the compressed branch as blocks, not tokens."""
+    def project(self, x: Tensor) -> Projected:
         design = self.design
         angles = rotary_tables(x.shape[1], design.head_dim, device=x.device)
         q = rotate(self.q(x).unflatten(-1, (design.heads, -1)), *angles)
         k = {b: self.k[b](x).unflatten(-1, (design.groups, -1)) for b in BRANCHES}
         v = {b: self.v[b](x).unflatten(-1, (design.groups, -1)) for b in BRANCHES}
-        k = {b: rotate(k[b], *angles) for b in BRANCHES}
-        if pooled:
-            k["cmp"], v["cmp"] = (compress(y["cmp"], "mean", None, design.nsa) for y in (k, v))
-        return Projected(q, k, v)
+        return Projected(q, {b: rotate(k[b], *angles) for b in BRANCHES}, v)
 
 
 class Block(nn.Module):

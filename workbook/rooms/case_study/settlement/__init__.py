@@ -1,1 +1,1 @@
-"""The case study's claims, each with the facts that decide it."""
+"""The case study's claims: rules as data over the numbers of one kept run."""

@@ -1,8 +1,9 @@
-"""Rows of the settlement, each with the verdict that its facts allow.
+"""Verdicts on the case study's claims, by rules kept as data.
 
-A row has up to four sides, each a list of facts that would confirm it, refute it, explain both of
-its statements, or void the comparison. A side holds if all of its facts are as required, fails if
-one is not, and is unknown otherwise. The verdict follows from the sides alone:
+facts.yaml compares one number of the kept run each with a limit. rows.yaml gives each claim up to
+four sides, lists of facts that would confirm it, refute it, explain both of its statements, or void
+the comparison. A side holds if all of its facts are as required, fails if one is not, and is
+unknown otherwise. The verdict follows from the sides alone:
 
     sides that hold   sides not known   verdict
     two or more       any               CONTRADICTED
@@ -14,20 +15,111 @@ A stated number, of which no record is kept here, decides nothing alone: a side 
 numbers gives INCONCLUSIVE, and the verdict of a side that has others as well names them.
 """
 
-import re
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from nsa.spelling import choice
-from workbook.rooms.case_study.settlement.facts import Fact
+from workbook.rooms.case_study.figures import STATED
+from workbook.runs import metrics
 from workbook.runs.claim import Claim
+from workbook.runs.identity import PACKAGE
+from workbook.runs.store import Store
 
+RELATIONS = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq,
+}  # fmt: skip
 SIDES = {"confirms": "CONFIRMED", "refutes": "REFUTED", "explains": "EXPLAINED", "voids": "VOID"}
 CONTRADICTED, INCONCLUSIVE = "CONTRADICTED", "INCONCLUSIVE"
 KINDS = {"C": "contradictions", "H": "causes proposed", "L": "the report's ledger",
          "N": "research notes", "P": "our predictions"}  # fmt: skip
 NOT = "not "
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number and its limit. value: None if the kept run has none."""
+
+    name: str
+    sentence: str  # meaning of the value, without figures that move
+    value: float | None
+    relation: str
+    limit: float
+    unit: str = ""
+    evidence: tuple[str, ...] = ()  # ids: "table:...", "trial:..." or "run:..."
+
+    @property
+    def holds(self) -> bool | None:
+        if self.value is None:
+            return None
+        return bool(RELATIONS[self.relation](self.value, self.limit))
+
+    @property
+    def stated(self) -> bool:
+        """True if it rests on a number without a record here."""
+        return any(one.partition(":")[2] in STATED for one in self.evidence)
+
+    @property
+    def kind(self) -> str:
+        """Kind of its evidence: "run" or "trial" if any of it is, else "table"."""
+        kinds = {one.partition(":")[0] for one in self.evidence}
+        return next((kind for kind in ("run", "trial") if kind in kinds), "table")
+
+    @property
+    def seen(self) -> str:
+        """Number with its condition: "1.359 (>= 1.8 asked)"."""
+        if self.value is None:
+            return f"no number of {self.name} is kept"
+        unit = f" {self.unit}" if self.unit else ""
+        told = ", stated" if self.stated else ""
+        return f"{short(self.value)}{unit} ({self.relation} {short(self.limit)} asked{told})"
+
+    def __str__(self) -> str:
+        told = {True: "yes", False: "no", None: "not known"}[self.holds]
+        return f"{self.name}, {told}: {self.seen}"
+
+
+def short(number: float) -> str:
+    """Four digits, or thousands without decimals."""
+    return f"{number:,.0f}" if 1000 <= abs(number) < 1e9 else f"{number:.4g}"
+
+
+def _told(name: str) -> dict[str, dict[str, Any]]:
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def all_facts(run: str | Path, root: str | Path = PACKAGE.parent / "runs") -> dict[str, Fact]:
+    """Facts of facts.yaml by name, with the numbers of that run of 06: its id below `root`, or its
+    folder.
+
+    ValueError for an unknown run, or one without facts.
+    """
+    folder = run if isinstance(run, Path) else Store(root).find(run)
+    frame = metrics.read(folder / "metrics.csv")
+    frame = frame[frame["metric"] == "fact"]
+    configs = metrics.configs(frame)
+    kept = {c["fact"]: (value, c) for value, c in zip(frame["median"], configs, strict=True)}
+    if not kept:
+        raise ValueError(f"{folder.name} has no facts; a run of 06 whose metrics.csv has would do")
+    return {name: _fact(name, told, *kept.get(name, (None, {})))
+            for name, told in _told("facts.yaml").items()}  # fmt: skip
+
+
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for values of the notebook's parameters that could not be run."""
+    all_facts(values["kept"])
+
+
+def _fact(name: str, told: Mapping[str, Any], value: float | None, config: Mapping) -> Fact:
+    relation, limit, *unit = told["asked"].split(" ", 2)
+    evidence = tuple(told.get("evidence", config.get("evidence", ())))
+    value = told.get("value", value)
+    value = None if value is None or value != value else float(value)
+    return Fact(name, told["is"], value, relation, float(limit), "".join(unit), evidence)
 
 
 @dataclass(frozen=True)
@@ -52,15 +144,9 @@ class Row:
 
 
 def all_rows() -> list[Row]:
-    """Claims of the case study, from the rows.yaml beside this module.
-
-    ValueError for a field that Row does not have.
-    """
-    import yaml
-
+    """Claims of rows.yaml. ValueError for a field that Row does not have."""
     known = [field.name for field in fields(Row)]
-    text = Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8")
-    rows = yaml.safe_load(text)
+    rows = _told("rows.yaml")
     for one in rows.values():
         for name in one:
             choice("field of a row", name, known)
@@ -118,11 +204,10 @@ class Settled:
         """Missing evidence for an undecided row: unknown facts, then the row's own text."""
         if self.verdict != INCONCLUSIVE:
             return ""
-        unknown = dict.fromkeys(fact.why for fact in self.facts.values() if fact.holds is None)
         alone = [v for v in self.row.sides if self.side(v) and not self.measured(v)]
         said = [f"{v} by stated numbers alone, {', '.join(self.stated(v))}" for v in alone]
-        said += [*unknown, self.row.otherwise]
-        return "; ".join(filter(None, said)) or "no side of it holds"
+        said += [fact.seen for fact in self.facts.values() if fact.holds is None]
+        return "; ".join(filter(None, [*said, self.row.otherwise])) or "no side of it holds"
 
     def __str__(self) -> str:
         stated = self.stated(self.verdict)
@@ -165,11 +250,6 @@ def all_claims(settled: Sequence[Settled]) -> list[Claim]:
         )
         for one in settled
     ]
-
-
-def subject(sentence: str) -> str:
-    """Row of a claim, whatever its verdict; "" for the claim on all rows."""
-    return found[0] if (found := re.match(r"[A-Z]\d+(?= )", sentence)) else ""
 
 
 def fewer_undecided_than(settled: Sequence[Settled], most: int) -> Claim:

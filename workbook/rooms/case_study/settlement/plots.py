@@ -1,12 +1,11 @@
-"""Figures of the settlement: three tables re-read, and an overview of the verdicts."""
+"""Figures of the settlement: two tables re-read, and an overview of the verdicts."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
-from whyhung.process.trial import Outcome
 from workbook.rooms.case_study import figures as case_study
 from workbook.rooms.case_study.figures import ALL_TIMINGS, held_out_us
 from workbook.rooms.case_study.loop.design import peak_mib
@@ -22,7 +21,6 @@ COLOURS = {
     "INCONCLUSIVE": "#6E6E6E",
     CONTRADICTED: "#000000",
 }
-VARIANTS = {"plain": (BLUE, "-"), "aux stats": ("#E69F00", "--"), "traced": (ORANGE, "-")}
 
 
 def memory():
@@ -49,8 +47,11 @@ def memory():
     return fig
 
 
-def microseconds():
-    """Plot seconds of every known step against its operations, with their common constant."""
+def microseconds(here: Sequence[Mapping[str, Any]] = ()):
+    """Plot seconds of every known step against its operations, with their common constant.
+
+    here: rows of loop.measure.operations, of which the first is drawn as the rebuilt loop.
+    """
     counts = [t.operations for t in ALL_TIMINGS]
     each = [t.microseconds for t in ALL_TIMINGS]
     ends = np.array([min(counts) / 1.6, max(counts) * 1.6])
@@ -66,6 +67,10 @@ def microseconds():
         for gpu, (marker, colour) in looks_of.items():
             mine = [(t.operations, t.seconds) for t in ALL_TIMINGS if t.gpu == gpu]
             axes.plot(*zip(*mine, strict=True), marker, ms=7, color=colour, label=gpu)
+        for row in here[:1]:
+            look = {"ms": 12, "color": "#E69F00", "mec": "black", "mew": 0.5}
+            label = "the rebuilt loop, here"
+            axes.plot(row["operations"], row["seconds"], "*", label=label, **look)
         for limit, name in ((30, "30 s limit"), (60, "60 s limit"), (180, "watchdog, 180 s")):
             axes.axhline(limit, color=GREY, lw=0.8, ls="--")
             axes.annotate(name, (ends[0], limit), va="bottom", fontsize=7.5, color="#555555")
@@ -74,34 +79,6 @@ def microseconds():
         axes.set_yticks([1, 10, 100], ["1", "10", "100"])
         axes.grid(False, which="minor")
         looks.title(axes, f"One time an operation predicts {near} of {len(each)} steps to 25 %")
-        looks.legend(fig, [axes])
-    return fig
-
-
-def cut(trials: Mapping[str, Outcome]):
-    """Plot the current step over time for three variants, and where a deadline would cut each."""
-    ended = trials.get("deadlines")
-    if ended is None or ended.result is None:
-        return looks.nothing("the trial `deadlines` did not run to its end")
-    begun = {variant: [0.0, *accumulate(s)] for variant, s in ended.result["step_s"].items()}
-    at = (begun["plain"][4] + begun["plain"][5]) / 2  # it cuts the plain variant in its fifth step
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 3.2)
-        for variant, times in begun.items():
-            colour, line = VARIANTS[variant]
-            steps = np.arange(1, len(times) + 1)
-            axes.step(times, steps, line, where="post", color=colour, label=variant)
-        above = {"xycoords": axes.get_xaxis_transform(), "va": "bottom", "ha": "center"}
-        for times, name in ((0.5, "half the\n"), (1.0, "a\n"), (2.0, "twice the\n")):
-            axes.axvline(at * times, color=GREY, lw=0.9, ls="--")
-            place = at * times, 1.01
-            axes.annotate(f"{name}deadline", place, fontsize=8, color="#555555", **above)
-        axes.set(xlabel="time since the first of ten steps began (s)", ylabel="step that has begun")
-        axes.set(xscale="log", xlim=(at / 12, None), yticks=range(1, 11))
-        title = "The step that a deadline cuts moves with the deadline\n"
-        axes.set_title(title, loc="left", fontsize=10, pad=16)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.grid(False, which="minor")
         looks.legend(fig, [axes])
     return fig
 

@@ -1,15 +1,13 @@
-"""Tables of the settlement: its facts, its rows, the retractions. Draws nothing."""
+"""Tables of the settlement: its facts, its rows, the reports' peaks and timings. Draws nothing."""
 
 from collections.abc import Mapping, Sequence
 
 import pandas
 
-from whyhung.process.trial import Outcome
 from workbook.rooms.case_study import figures as case_study
 from workbook.rooms.case_study.figures import ALL_TIMINGS, held_out_us
 from workbook.rooms.case_study.loop.design import peak_mib
-from workbook.rooms.case_study.settlement.claims import Settled
-from workbook.rooms.case_study.settlement.facts import Fact, of_kind, short
+from workbook.rooms.case_study.settlement.claims import Fact, Settled, short
 
 
 def facts(found: Mapping[str, Fact], kind: str) -> pandas.DataFrame:
@@ -19,10 +17,11 @@ def facts(found: Mapping[str, Fact], kind: str) -> pandas.DataFrame:
             "number": fact.sentence,
             "is": "" if fact.value is None else f"{short(fact.value)} {fact.unit}".strip(),
             "asked": f"{fact.relation} {short(fact.limit)}",
-            "holds": {True: "yes", False: "no", None: fact.why}[fact.holds],
+            "holds": {True: "yes", False: "no", None: fact.seen}[fact.holds],
             "evidence": ", ".join(fact.evidence),
         }
-        for fact in of_kind(found, kind).values()
+        for fact in found.values()
+        if fact.kind == kind
     }
     return pandas.DataFrame.from_dict(rows, orient="index")
 
@@ -48,13 +47,6 @@ def rows(settled: Sequence[Settled], kind: str) -> pandas.DataFrame:
                 "retracted, or what would settle it": one.settles or one.row.retraction,
             }
     return pandas.DataFrame.from_dict(found, orient="index")
-
-
-def trials(ended: Mapping[str, Outcome]) -> pandas.DataFrame:
-    """Status of each trial at its end, and its duration."""
-    found = {name: (one.status, round(one.seconds, 1), one.message) for name, one in ended.items()}
-    columns = ["ended", "seconds", "message"]
-    return pandas.DataFrame.from_dict(found, orient="index", columns=columns)
 
 
 def memory() -> pandas.DataFrame:
@@ -85,25 +77,3 @@ def timings() -> pandas.DataFrame:
         for t, us, p in zip(ALL_TIMINGS, each, held_out_us(each), strict=True)
     ]  # fmt: skip
     return pandas.DataFrame(rows, columns=columns).set_index("step")
-
-
-def to_metrics(found: Mapping[str, Fact], ended: Mapping[str, Outcome]) -> list[dict]:
-    """Rows of metrics.csv: each fact's number with its condition, and each trial's seconds.
-
-    The device of a row is the one that its trial reports; most ran on the CPU.
-    """
-    columns = ("operation", "mode", "metric", "unit", "median", "config", "device")
-    ran_on = {name: (one.result or {}).get("device", "cpu") for name, one in ended.items()}
-    rows: list[tuple] = []
-    for fact in found.values():
-        trials = (one.removeprefix("trial:") for one in fact.evidence)
-        device = max((ran_on.get(name, "cpu") for name in trials), key=len, default="cpu")
-        told = {"relation": fact.relation, "limit": fact.limit, "holds": fact.holds}
-        config = {"fact": fact.name, "evidence": list(fact.evidence), "why": fact.why}
-        config |= told
-        rows.append(("settlement", "", "fact", fact.unit or "1", fact.value, config, device))
-    for name, one in ended.items():
-        seconds = one.seconds if one.status == "ok" else None
-        config = {"trial": name, "outcome": one.status}
-        rows.append(("settlement", "trial", "latency", "s", seconds, config, ran_on[name]))
-    return [dict(zip(columns, row, strict=True)) for row in rows]

@@ -1,18 +1,13 @@
 """Figures of the step-5 question, in the project's common style."""
 
-import textwrap
-from itertools import pairwise
-
 import numpy as np
 
-from workbook.rooms.case_study.decision import LEAVES, SUBJECTS, TREE, Decision
-from workbook.rooms.case_study.figures import BAND_US, ESTIMATE_MIB, MEMORY_MIB, TIMINGS
+from workbook.rooms.case_study.figures import ESTIMATE_MIB, MEMORY_MIB
 from workbook.rooms.case_study.loop.design import held, production
 from workbook.rooms.case_study.step5.trials import OBSERVERS, PRINTS, Results, Trial
 from workbook.runs import looks
 
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#C00000", "#8a8a8a"
-GPUS = {"A100": (BLUE, "o"), "RTX 3090": (ORANGE, "s")}
 GIB = 2**30
 DONE = {"forward": 0.25, "backward": 0.5, "optimizer": 0.95, "end": 1.0}  # of a step, by phase
 
@@ -101,44 +96,6 @@ def said_and_reached(results: Results):
     return fig
 
 
-def microseconds(results: Results):
-    """Plot seconds of a step over its operations: the case study's nine, and the exhibit here."""
-    low, high = BAND_US
-    seconds = [t.seconds for t in TIMINGS]
-    counts = [t.operations for t in TIMINGS]
-    with looks.style():
-        fig, (axes, each) = looks.panels(2, 3.8)
-        ends = np.array([min(counts) / 60, max(counts) * 1.6])
-        band = {"color": GREY, "alpha": 0.3, "lw": 0}
-        label = f"{low:g} to {high:g} µs an operation"
-        axes.fill_between(ends, ends * low / 1e6, ends * high / 1e6, label=label, **band)
-        for gpu, (colour, marker) in GPUS.items():
-            chosen = [(t.operations, t.seconds) for t in TIMINGS if t.gpu == gpu]
-            look = {"color": colour, "ms": 7, "label": f"case study, {gpu}"}
-            axes.plot(*zip(*chosen, strict=True), marker, **look)
-        for row in results.operations[:1]:
-            look = {"color": GREEN, "ms": 12, "mec": "black", "mew": 0.5}
-            at = row["operations"], row["seconds"]
-            axes.plot(*at, "*", label="the rebuilt loop, here", **look)
-        axes.set(xscale="log", yscale="log")
-        axes.set(xlabel="operations of a step", ylabel="time of a step (s)")
-        axes.grid(False, which="minor")
-        axes.yaxis.set_major_formatter("{x:g}")
-        looks.title(axes, "Seconds follow from operations")
-        each.axvspan(low, high, **band)
-        levels = range(len(TIMINGS))
-        for level, t in enumerate(TIMINGS):
-            colour, marker = GPUS[t.gpu]
-            each.plot(t.microseconds, level, marker, color=colour, ms=7)
-        each.set_yticks(levels, [f"{t.layers} × T {t.tokens}: {t.seconds:g} s" for t in TIMINGS])
-        each.invert_yaxis()
-        each.set(xlabel="time an operation (µs)", ylabel="layers × T: time of a step", xlim=(0, 16))
-        apart = max(seconds) / min(seconds)
-        looks.title(each, f"One constant, though seconds differ {apart:.0f}-fold")
-        looks.legend(fig, [axes])
-    return fig
-
-
 def memory_table():
     """Plot the case study's memory table as dots, and the sum of the copies as bars."""
     tokens, at = list(MEMORY_MIB), range(len(MEMORY_MIB))
@@ -170,52 +127,3 @@ def memory_table():
         looks.title(axes, "5 layers: copies add up to the table", "predicted | reported")
         looks.legend(fig, [axes])
     return fig
-
-
-PLACES = {name: one.at for name, one in (TREE | LEAVES).items()}
-MIDDLE = {"ha": "center", "va": "center", "fontsize": 8}
-TAKEN = {"loop": "#D55E00", "today": BLUE}  # distinguishable by colour-blind readers
-
-
-def decision_tree(decisions: list[Decision]):
-    """Draw the tree with the path of each subject through it."""
-    ways = {d.subject: set(pairwise(d.nodes)) for d in decisions}
-    colours = {node: TAKEN[one.subject] for one in decisions for node in one.nodes}
-    arrows = [
-        (n, to, w) for n, q in TREE.items() for to, w in zip(q.to, ("yes", "no"), strict=True)
-    ]
-    arrows += [(name, leaf.then, "") for name, leaf in LEAVES.items() if leaf.then]
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 5.6)
-        fig.set_figwidth(12.5)
-        axes.set_axis_off()
-        told = ", ".join(f"{SUBJECTS[d.subject]} {_name(TAKEN[d.subject])}" for d in decisions)
-        looks.title(axes, f"Hung, slow, wrong or sound? {told}")
-        axes.set(xlim=(-0.45, 6.45), ylim=(-0.6, 6.5))
-        boxes = {node: _box(axes, node, colours.get(node)) for node in PLACES}
-        for node, target, word in arrows:
-            a, b = PLACES[node], PLACES[target]
-            taken = [TAKEN[name] for name, way in ways.items() if (node, target) in way]
-            for number, colour in enumerate(taken or ["#b0b0b0"]):
-                arrow = {"arrowstyle": "-|>", "color": colour, "shrinkA": 1, "shrinkB": 1}
-                arrow |= {"patchA": boxes[node], "patchB": boxes[target]}
-                arrow |= {"lw": 2.2 + 3 * (len(taken) - 1 - number) if taken else 1}
-                axes.annotate("", b, a, arrowprops=arrow)
-            middle = 0.5 * (a[0] + b[0]), 0.5 * (a[1] + b[1])
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-            if word:
-                axes.text(*middle, word, color="#404040", bbox=box, **MIDDLE)
-    return fig
-
-
-def _name(colour: str) -> str:
-    return "blue" if colour == BLUE else "orange"
-
-
-def _box(axes, node: str, colour: str | None):
-    box = {"facecolor": "white", "edgecolor": colour or "#a0a0a0", "lw": 2.0 if colour else 1.0}
-    shape = "round" if node in TREE else "square"
-    text = TREE[node].text if node in TREE else textwrap.fill(LEAVES[node].text, 18)
-    return axes.text(
-        *PLACES[node], text, bbox=box | {"boxstyle": f"{shape},pad=0.35"}, **MIDDLE
-    ).get_bbox_patch()

@@ -1,12 +1,14 @@
 """Tables of the step-5 question."""
 
 import math
+from collections.abc import Sequence
 
 import pandas
 
 from whyhung.verdict import explain
 from workbook.lab.search import candidates
 from workbook.rooms.case_study.answers import SAME
+from workbook.rooms.case_study.decision import SUBJECTS, TREE, Decision
 from workbook.rooms.case_study.figures import PEAKS_MIB, TIMINGS
 from workbook.rooms.case_study.loop.design import peak_mib
 from workbook.rooms.case_study.loop.subject import CASE_STUDY
@@ -84,22 +86,21 @@ def recorded(results: Results) -> pandas.DataFrame:
     return table.set_index(["layers", "tokens"])
 
 
+def decided(decisions: Sequence[Decision]) -> pandas.DataFrame:
+    """Questions of the decision tree in the order of the paths, and each subject's answers."""
+    rows: dict[str, dict[str, str]] = {}
+    for one in decisions:
+        for node, answer in one.path:
+            word = {True: "yes", False: "no", None: "no evidence"}[answer.holds]
+            rows.setdefault(TREE[node].text, {})[SUBJECTS[one.subject]] = (
+                f"{word}: {answer.because}"
+            )
+    return pandas.DataFrame.from_dict(rows, orient="index").fillna("not asked")
+
+
 def page(trial: Trial) -> str:
     """Page of the trial as `nsa explain` prints it, which names no folder of the machine."""
     return explain.page(trial.evidence, trial.verdict, name=trial.id)
-
-
-def console_beside_progress(trial: Trial) -> pandas.DataFrame:
-    """Time at which each step was first seen to begin, and the console's step by then."""
-    rows, seen = [], -1
-    began = trial.evidence.began_s or 0.0
-    for sample in trial.evidence.of(0):
-        if sample.p.step > seen:
-            seen = sample.p.step
-            line = trial.schedule.last_line(seen + 1, seen)
-            said = "" if line is None else f"step {line}"
-            rows.append((round(sample.t - began, 2), f"step {seen + 1}", said))
-    return pandas.DataFrame(rows, columns=["s", "heartbeat", "last line"])
 
 
 def to_metrics(results: Results) -> list[dict]:

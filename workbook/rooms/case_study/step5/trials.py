@@ -22,7 +22,7 @@ from workbook.lab import sweep
 from workbook.lab.search.bisection import Bisection
 from workbook.lab.search.candidates import Found, Tried
 from workbook.lab.search.ledger import Ledger
-from workbook.rooms.case_study.loop.design import LOOP_ONLY, design
+from workbook.rooms.case_study.loop.design import design
 from workbook.rooms.case_study.loop.subject import PrintSchedule, last_step
 
 SUBJECT = "workbook.rooms.case_study.loop.subject:make"
@@ -208,8 +208,7 @@ class Lab:
     def spec(self, cell: dict[str, Any], steps: int) -> Spec:
         changes = {name: cell[name] for name in ("layers", "path")}
         if cell["path"] != "loop":
-            named = design(self.setup.design).defects
-            changes["defects"] = [name for name in named if name not in LOOP_ONLY]
+            changes["defects"] = []
         settings = asdict(self.setup) | {"changes": changes}
         settings |= dict(zip(("first", "every"), cell["prints"], strict=True))
         settings |= {name: cell[name] for name in ("aux_stats", "tracing")}

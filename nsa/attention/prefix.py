@@ -1,0 +1,68 @@
+"""Many new tokens behind what a cache holds, by `nsa_attention`'s backends: prefill in chunks."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from nsa.attention.api import branches_of
+from nsa.attention.cached import Step
+from nsa.attention.inputs import Inputs, checked
+from nsa.attention.registry import Note, choose
+from nsa.blocks import count_compressed
+
+
+def prefix(step: Step, note: Note) -> dict[str, Tensor]:
+    """o [B, N, HQ, DV] of each branch, by the backend that "auto" takes for queries with `q_start`.
+
+    Selected and compressed keys are read from the cache, without a copy where it is contiguous, and
+    the window's from `step.recent`. Sequences of other lengths take a call each. Waits for the
+    device once, for the lengths.
+    """
+    outputs: dict[str, Tensor] = {}
+    for rows, inputs in _calls(step):
+        found, _ = branches_of(choose(inputs).backend, inputs, note)
+        for branch, o in found.items():
+            whole = outputs.get(branch)
+            if whole is None:
+                whole = outputs[branch] = o.new_zeros(*step.q.shape[:3], o.shape[3])
+            whole[rows, : o.shape[1]] = o
+    return outputs
+
+
+def why_not(step_branches: tuple[str, ...], capturing: bool) -> list[str]:
+    """Reasons against `prefix` for a cache of these branches."""
+    reasons = ["the lengths are read by the host, and a CUDA graph has none"] * capturing
+    if "cmp" in step_branches and "slc" not in step_branches:
+        reasons.append("a cache of the compressed branch alone holds no other keys")
+    return reasons
+
+
+def _calls(step: Step) -> Iterator[tuple[slice, Inputs]]:
+    """(sequences, inputs) of each call; queries behind the capacity are in none."""
+    cache, config, new = step.cache, step.config, step.q.shape[1]
+    held, ends, reach = cache.lengths.tolist(), step.ends, step.config.window - 1
+    same = len(set(held)) == 1
+    groups = [slice(None)] if same else [slice(b, b + 1) for b in range(len(held))]
+    read = tuple(b for b in cache.shape.branches if b != "win")
+    most = min(max(held) + new, cache.shape.capacity)
+    if read:
+        k, v = cache.tokens(most, ends)
+        k_cmp, v_cmp = cache.compressed(count_compressed(most, config), ends)
+    for rows, length in zip(groups, held, strict=False):
+        queries = step.q[rows]
+        gates = queries.new_zeros(*queries.shape[:3], 3)  # each branch is wanted by itself
+        options = {"scale": step.scale, "sinks": step.sinks}
+        if read:
+            total = min(length + new, cache.shape.capacity)
+            count, real = count_compressed(total, config), slice(0, total - length)
+            compressed = k_cmp[rows, :count], None if v_cmp is None else v_cmp[rows, :count]
+            keys, values = ({"cmp": x[rows, :total], "slc": x[rows, :total]} for x in (k, v))
+            given = queries[:, real], keys, values, gates[:, real], config
+            own = {"q_start": length, "compressed": compressed, "branches": read}
+            if real.stop:
+                yield rows, checked(*given, **options, **own)
+        if "win" in cache.shape.branches:
+            before = min(length, reach)
+            recent = ({"win": x[rows, reach - before :]} for x in step.recent)
+            own = {"q_start": before, "branches": ("win",)}
+            yield rows, checked(queries, *recent, gates, config, **options, **own)
