@@ -62,6 +62,7 @@ def test_what_a_notebook_runs_with_is_what_its_room_accepts():
         declared = parameters.declared(notebook)
         try:
             given = parameters.check(declared, parameters.read_file(path))
+            parameters.check_backends(given)
             parameters.check_together(notebook)(parameters.filled(declared, given))
         except ValueError as error:
             refused[path.name] = str(error)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nsa.attention import known as backends
 from nsa.spelling import nearest
 from workbook.runs import identity
 
@@ -224,15 +225,14 @@ def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, An
 def check_backends(given: Mapping[str, Any]) -> None:
     """Raise ValueError for a parameter `backend`, `backends` or `..._backends` that names none.
 
-    The names are those of the library's files: its registry, which checks the rest, loads torch.
+    Their names need no torch, which the registry, that checks the rest, loads.
     """
-    files = (identity.PACKAGE / "attention" / "backends").glob("[a-z]*.py")
-    known = ["auto", "dense", *sorted(file.stem for file in files)]
+    names = ["auto", "dense", *backends.MODULES]
     for name, value in given.items():
         if BACKENDS.search(name):
             for one in [value] if isinstance(value, str) else value:
-                if re.split("[:-]", one)[0] not in known:
-                    raise ValueError(f"{name}={one!r} is unknown; {nearest(one, known, 0.5)}")
+                if re.split("[:-]", one)[0] not in names:
+                    raise ValueError(f"{name}={one!r} is unknown; {nearest(one, names, 0.5)}")
 
 
 def filled(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:

@@ -135,15 +135,13 @@ def matters(
         for run in reversed(stored.of(notebook)):
             found = {s.key: s for s in run.sentences
                      if s.verdict not in UNDECIDED and re.match(pattern, s.claim)}  # fmt: skip
-            decided |= dict.fromkeys(_labels(run, factor), found)
+            decided |= dict.fromkeys(_labels(run, factor) if found else (), found)
         if len(decided) < 2 or not set(values) <= set(decided):
             continue
         if shared := sorted(set.intersection(*map(set, decided.values()))):
             apart = [k for k in shared if len({each[k].verdict for each in decided.values()}) > 1]
-            told = (
-                f"{len(apart)} of {len(shared)} sentences of {notebook} come out otherwise under "
-            )
-            told += ", ".join(sorted(decided)) + "".join(f"; {key}" for key in apart[:1])
+            told = f"{len(apart)} of {len(shared)} sentences of {notebook} come out otherwise "
+            told += f"under {', '.join(sorted(decided))}" + "".join(f"; {key}" for key in apart[:1])
             key = (apart or shared)[0]
             return Answer(bool(apart), told, tuple(each[key].where for each in decided.values()))
     return NOTHING

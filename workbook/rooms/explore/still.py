@@ -23,7 +23,7 @@ LEVELS = 9  # of importance, a digit a block; "-" is a block that has not begun
 
 
 def data(model: str, tokens: int, queries: str) -> dict[str, Any]:
-    """Return what each drawn query of an example sees, by branch, as plain values.
+    """Collect what each drawn query of an example sees, by branch, as plain values.
 
     rows: positions [R]; covered: tokens before this one are under its compressed keys [R]; blocks:
     selected [R][n]; importance: [R] texts, a digit a block; keys: (cmp, slc, win) counted [R].
