@@ -1,4 +1,4 @@
-"""What every test runs under: fixed seeds, poisoned memory, and no device work without a device.
+"""Conditions of every test: fixed seeds, poisoned memory, and no device work without a device.
 
 Imports torch and pytest only: a machine with a GPU may have nothing else to test with
 (`pytest -m gpu -o addopts=""`). nsa is not imported here, or jaxtyping's hook would come too late
@@ -81,8 +81,18 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Types are checked in the quick tests of nsa, which declares them; checks double a step."""
+    if "jaxtyping" in sys.modules:
+        slow = any(map(item.get_closest_marker, ("slow", "full", "long")))
+        checked = not slow and item.path.is_relative_to(item.config.rootpath / "tests/nsa")
+        checked = checked or item.get_closest_marker("types")
+        sys.modules["jaxtyping"].config.update("jaxtyping_disable", not checked)
+
+
 def pytest_collection_finish():
-    """What all test modules have imported is no garbage: collections need not walk through it."""
+    """Freeze all that test modules have imported: collections need not walk through it."""
     gc.collect()
     gc.freeze()
 
@@ -107,7 +117,7 @@ def poisoned_memory(monkeypatch):
 
 @pytest.fixture(scope="module")
 def nothing_before():
-    """What earlier modules left in memory is not there for a module that records what is held."""
+    """Hide what earlier modules left in memory from a module that records what is held."""
     from workbook.lab.measure import attribution, recorders
 
     every = recorders.live_tensors

@@ -58,7 +58,7 @@ def some(items, every: bool) -> list:
 
 
 def without(of, every: bool) -> Iterator[tuple[str, object]]:
-    """What claims are of, each time without something, by what that is."""
+    """Cases of claims, each without something, by the name of that."""
     if isinstance(of, pandas.DataFrame):
         tokens = of[of["x_name"] == "tokens"]
         for at, rows in tokens.groupby("x_value").groups.items():

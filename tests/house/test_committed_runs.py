@@ -1,4 +1,4 @@
-"""What a committed run or a document names can be opened in a checkout that has nothing else."""
+"""Runs and trials that a committed run or a document names can be opened in a plain checkout."""
 
 import re
 
@@ -53,7 +53,7 @@ def test_every_run_that_is_named_is_there_or_the_log_says_that_it_went(pattern):
     log = (ROOT / "docs" / "log.md").read_text()
     files = tracked(pattern)
     found = {
-        name: gone_from(file.read_text(), log if name == "docs/log.md" else "")
+        name: gone_from(file.read_text(errors="replace"), log if name == "docs/log.md" else "")
         for name, file in files.items()
     }
     assert files and {name: gone for name, gone in found.items() if gone} == {}

@@ -12,7 +12,7 @@ NAMED = re.compile(r"`([^`]+)`")
 
 
 def shown(name: str) -> bool:
-    """Whether a path, `tests/file.py::test_name` or a run is in a checkout."""
+    """True if a path, `tests/file.py::test_name` or a run is in a checkout."""
     path, _, test = name.partition("::")
     place = ROOT / path
     if not test:
@@ -25,7 +25,7 @@ def test_there_is_a_line_for_each_of_the_128_rows():
 
 
 def wrong_in(row: re.Match) -> list[str]:
-    """What a line names and is not there, shows nothing for, or leaves unsaid."""
+    """Names in a line that are not there, show nothing, or are left unsaid."""
     _, _, state, lives, by, note = row.groups()
     named = [name for part in (lives, by) for name in NAMED.findall(part)]
     wrong = [f"{name} is not there" for name in named if not shown(name)]

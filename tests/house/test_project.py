@@ -111,6 +111,7 @@ def test_the_readme_is_short():
 
 
 def test_a_table_lists_every_backend_in_the_order_of_preference():
+    import workbook  # noqa: F401  adds the backend `sequential`
     from nsa.attention.registry import backends
 
     text = (ROOT / "docs/attention.md").read_text().partition("## Backends")[2].partition("## ")[0]

@@ -1,4 +1,4 @@
-"""What conftest.py and the pytest options promise every other test."""
+"""Promises of conftest.py and of the pytest options to every other test."""
 
 import os
 
@@ -48,6 +48,7 @@ def test_seeds_are_set_the_first_time():
     assert torch.initial_seed() == 1337
 
 
+@pytest.mark.types
 def test_shapes_are_checked_in_the_layers_that_declare_them(request):
     if not request.config.getoption("jaxtyping_packages", None):
         pytest.skip("run without jaxtyping's hook")

@@ -1,4 +1,4 @@
-"""What is built from a checkout is complete, and works where there is no checkout."""
+"""Wheels built from a checkout are complete, and work where there is no checkout."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""How the tests of the backends call them, and hold one to the accuracy rule."""
+"""Calls of the backends for their tests, which hold each to the accuracy rule."""
 
 from functools import cache
 
@@ -25,7 +25,7 @@ TRITON_TAKES = {torch.float32, torch.float16} | ({torch.bfloat16} if DEVICE == "
 
 
 def takes(backend: str, dtype: torch.dtype) -> bool:
-    """Whether the backend runs in this dtype on this machine."""
+    """True if the backend runs in this dtype on this machine."""
     return backend != "triton" or dtype in TRITON_TAKES
 
 

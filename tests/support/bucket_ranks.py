@@ -1,4 +1,4 @@
-"""What test_ddp.py runs on every rank: one launch, a JSON file a rank, read by the tests."""
+"""Work of each rank in test_ddp.py: one launch, a JSON file a rank, read by the tests."""
 
 import io
 import json
@@ -94,7 +94,7 @@ def arrivals_of_a_rank_dependent_branch(place):
 
 def main(folder):
     torch.set_num_threads(1)
-    place = parallel.start("ddp", backend="gloo", timeout_s=60)
+    place = parallel.start("ddp", backend="gloo", device="cpu", timeout_s=60)
     out = io.StringIO()
     wrapped = wrap(model())
     trace = BucketTrace(wrapped, out=out)

@@ -140,7 +140,7 @@ def estimate(df, folder):
 
 
 def soak(df, folder):
-    """Of its samples: they are there also of a run that was ended before it judged."""
+    """Judge its samples: they are there also of a run that was ended before it judged."""
     here = room("soak", "claims", "table", "trials")
     given = yaml.safe_load((folder / "parameters.yaml").read_text())
     calls = {n: partial(here.claims.memory_does_not_grow, series=n) for n in here.table.SERIES}
@@ -150,7 +150,7 @@ def soak(df, folder):
 
 
 def decode(df, folder):
-    """Of what each size's process left."""
+    """Judge what each size's process left."""
     here = room("decode", "cells", "claims", "table", "trials")
     claims, frame, gpu = here.claims, here.table.frame, df["device"].iloc[0]
     found = []

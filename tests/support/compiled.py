@@ -81,7 +81,7 @@ def record(architecture: int, only: str) -> dict:
 
 
 def nothing_is_written() -> None:
-    """Where nothing is launched: torch must not index with what memory held."""
+    """Zero all memory where nothing is launched: torch must not index with what memory held."""
     torch.empty = torch.zeros
     torch.empty_like = torch.zeros_like
     Tensor.new_empty = Tensor.new_zeros
@@ -207,7 +207,7 @@ def reach_decode(
 
 
 def serialized(ptx: str) -> bool:
-    """Whether ptxas makes each product of a warpgroup wait for the one before."""
+    """True if ptxas makes each product of a warpgroup wait for the one before."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
@@ -234,7 +234,7 @@ def kernels() -> list[str]:
 
 
 def lanes_along(axis: int, layout: str, named: dict[str, str]) -> list[int]:
-    """How far each bit of a lane's number moves along an axis, where a layout says so."""
+    """Steps along an axis by each bit of a lane's number, where a layout says so."""
     if layout.startswith("#ttg.slice"):
         dim, parent = re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout).groups()
         return lanes_along(axis + (axis >= int(dim)), parent, named)
@@ -291,7 +291,7 @@ def dropped(ptx: str, sass: str) -> int:
 
 
 def facts(name: str, kernel, read: bool) -> dict:
-    """What one binary takes: bytes of shared memory, registers of a thread, bytes of them spilled.
+    """Costs of one binary: bytes of shared memory, registers of a thread, bytes of them spilled.
 
     `rows` are those of its largest product; `wgmma` says whether it uses Hopper's. read: whether
     to read its machine code.

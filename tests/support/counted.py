@@ -1,4 +1,4 @@
-"""What a test reads from a Progress, and counts beside it."""
+"""Readings of a Progress for tests, and counts beside it."""
 
 from whyhung.watch.layout import read
 

@@ -1,4 +1,4 @@
-"""What each distribution of `drawn_inputs` costs in accuracy, against plain torch.
+"""Accuracy that each distribution of `drawn_inputs` costs, against plain torch.
 
 A program too, for a machine with a GPU and without pytest:
 
@@ -55,7 +55,7 @@ def definition(inputs: Inputs, dtype: torch.dtype, blocks: Tensor | None = None)
 def by_backend(
     backend: str, inputs: Inputs, dtype: torch.dtype, blocks: Tensor | None = None
 ) -> Outcome:
-    """What a backend makes of the inputs in that dtype; kernels tell what they selected."""
+    """Results of a backend for the inputs in that dtype; kernels tell what they selected."""
     given = inputs.to(dtype)
     with selection() as seen:
         o = nsa_attention(*given.arguments(), backend=backend, blocks=blocks)
@@ -178,7 +178,7 @@ def overflows(tensors: dict[str, Tensor], dtype: torch.dtype) -> list[str]:
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two runs agree in every bit, NaN included."""
+    """True if two runs agree in every bit, NaN included."""
     pairs = ((x, other[name]) for name, x in one.items())
     return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
 
@@ -229,7 +229,7 @@ GROUPS = [
 
 
 def plan(every: bool) -> list[tuple[Distribution, Setting]]:
-    """What the program measures: every distribution at MAIN and LENGTHS, some at the others."""
+    """Cases to be measured: every distribution at MAIN and LENGTHS, some at the others."""
     some = [x for x in DISTRIBUTIONS if x.late or x.name in [*SHORT, "white", "v+1", "v+10"]]
     few = [by_name(name) for name in ("white", *SHORT)]
     if every:

@@ -82,7 +82,7 @@ class Binding:
         return f"{self.document}: {self.entry.get('text') or self.entry['from']}"
 
     def span(self) -> tuple[int, int]:
-        """Where its text, or its sections, stand. ValueError unless that is once."""
+        """Place of its text, or of its sections. ValueError unless that is one."""
         text = read(self.document)
         if "from" in self.entry:
             begin = text.index(self.entry["from"])
@@ -106,7 +106,7 @@ class Binding:
         return [Shown(match[i], match.start(i)) for i in range(1, len(match.groups()) + 1)]
 
     def values(self) -> list[float]:
-        """What its source has, in order."""
+        """Numbers that its source has, in order."""
         one = self.entry
         if "says" in one or "prints" in one:
             texts = printed(one["run"]) if "prints" in one else claims(one["run"], one.get("again"))
@@ -187,7 +187,7 @@ def bindings() -> list[Binding]:
 
 
 def numbers(document: str) -> Iterator[Shown]:
-    """Those of a document that measure: in a table's cells but the first, with a unit, decimals or
+    """Measured numbers of a document: in a table's cells but the first, with a unit, decimals or
     thousands; none in code, in a link's address, or that name a length, a size or a version."""
     text = read(document)
     blank = re.sub(

@@ -1,4 +1,4 @@
-"""What a committed run's records say when they are read again: tables, verdicts and figures.
+"""Tables, verdicts and figures of a committed run's records, read again.
 
 With `claim_calls` the only place where the freeze test names functions of the rooms: who renames
 one renames it here.

@@ -1,6 +1,6 @@
-"""What test_guards.py runs on every rank: trainings that one rank alone has a reason to end.
+"""Work of each rank in test_guards.py: trainings that one rank alone has a reason to end.
 
-`torchrun guard_ranks.py FOLDER BACKEND` leaves FOLDER/rank<r>.json: {name: what became of it}.
+`guard_ranks.py FOLDER BACKEND`, as ranks, leaves FOLDER/rank<r>.json: {name: what became of it}.
 """
 
 import json
@@ -24,6 +24,7 @@ from workbook.lab.observers.guards import Guards, Stopped
 
 BAD = 2  # the step, on the last rank alone
 STEPS = 6
+TIMEOUT_S = 60  # of what waits for another rank
 DDP = {"kind": "ddp"}
 # name: (kind and options, changes of TrainConfig, value of the loss in the bad step)
 CASES = {
@@ -114,7 +115,7 @@ class Touches:
 def main(folder, backend):
     torch.set_num_threads(1)
     folder, on = Path(folder), "cuda" if backend == "nccl" else "cpu"
-    here = parallel.start("ddp", backend=backend, device=on, timeout_s=60)
+    here = parallel.start("ddp", backend=backend, device=on, timeout_s=TIMEOUT_S)
     at, seen = {"rank": here.rank, "ranks": here.ranks, "device": here.device}, {}
     for name, (options, changes, value) in CASES.items():
         if on == "cuda" or not changes.get("cuda_graph"):

@@ -25,7 +25,7 @@ def sequences_of(lengths, config) -> Sequences:
 
 
 def rows_of(lengths) -> list[slice]:
-    """Where each sequence lies when they are laid end to end."""
+    """Rows of each sequence when they are laid end to end."""
     return [slice(a, b) for a, b in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])]
 
 

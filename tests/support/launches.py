@@ -1,4 +1,4 @@
-"""What is launched with and without knowing the call: a program of its own, without a GPU.
+"""Launches with and without knowing the call: a program of its own, without a GPU.
 
 Triton works out each launch as ever, but what it would compile and load is a name here, made of all
 that a kernel is compiled for; a launch is written down with its arguments. Prints, as JSON, what
@@ -57,7 +57,7 @@ def told(x: Any) -> Any:
 
 
 def drawn(rng, how: str, *shape: int, dtype: torch.dtype, learned: bool) -> Tensor:
-    """Of that shape, by itself or a part of something wider, and beginning anywhere."""
+    """Draw a tensor of that shape, by itself or a part of something wider, beginning anywhere."""
     room, late = 17 if how == "wide" else rng.choice([0, 0, 16, 1]), int(how == "late")
     wide = torch.zeros(*shape[:-1], shape[-1] + room, dtype=dtype)
     x = torch.zeros(wide.numel() + late, dtype=dtype)[late:].view_as(wide)
@@ -142,7 +142,7 @@ LOOKED: list[str] = []  # the launches that Triton looked at
 
 
 def otherwise(seeds: int) -> dict[str, Any]:
-    """What is launched otherwise where the call is known, of so many calls in all WAYS."""
+    """Launches that differ where the call is known, of so many calls in all WAYS."""
     launch._known.clear()
     other, launches, looked, kernels = [], 0, 0, set()
     for seed, how in [(seed, how) for seed in range(seeds) for how in WAYS]:

@@ -19,7 +19,7 @@ def trainer(*observers, model=None, config=None, data=None, device="cpu", **trai
 
 
 def drive(model, observers, steps=1, passes=1, first=0, forward=None):
-    """What a training loop tells its observers; the loss is `forward()`."""
+    """Tell observers what a training loop does; the loss is `forward()`."""
 
     def tell(name, step):
         for observer in observers:

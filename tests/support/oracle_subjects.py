@@ -321,7 +321,7 @@ class Rounded(Plain):
 
 
 class DeadHeads(Plain):
-    """Of two heads one is multiplied by 0 before the output."""
+    """One of two heads is multiplied by 0 before the output."""
 
     def build(self):
         return nn.ModuleDict({"first": nn.Linear(SIZE, 16), "second": nn.Linear(16, 1)})

@@ -132,7 +132,7 @@ def busy_worker():
 
 
 def many_threads(number=3000):
-    """As many threads, each at a place of its own."""
+    """Start as many threads, each at a place of its own."""
     threads = tuple(
         Thread(100 + n, f"t{n}", state="S", frames=(f"{HOME}/serve.py:{n + 1} wait",))
         for n in range(number)

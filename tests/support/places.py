@@ -1,4 +1,4 @@
-"""Where the project's own folders are, for tests that read them or hand them to a child process.
+"""Places of the project's own folders, for tests that read them or hand them to a child process.
 
 Tests read what git tracks, never what someone left lying about: runs of their own, plots of them, a
 site, other Pythons' caches. Tracked code, documents, figures and runs are read as they are here, so

@@ -1,4 +1,4 @@
-"""What tests use to run planted faults without a supervisor."""
+"""Helpers to run planted faults without a supervisor."""
 
 import importlib
 

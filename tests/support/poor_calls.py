@@ -17,7 +17,7 @@ X = torch.randn(1, 9, 32)
 
 
 class OfTransformers:
-    """As nsa.hf.NSAConfig: transformers need not be there."""
+    """Stands for nsa.hf.NSAConfig: transformers need not be there."""
 
     def model_config(self):
         return tiny()

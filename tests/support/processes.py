@@ -25,7 +25,7 @@ def python(code: str, **options) -> subprocess.Popen:
 
 
 def printed_by(code: str) -> str:
-    """What an interpreter prints that runs the code, which must not fail."""
+    """Output of an interpreter that runs the code, which must not fail."""
     process = python(code, stdout=subprocess.PIPE)
     printed = process.communicate(timeout=120)[0]
     assert process.returncode == 0
@@ -33,7 +33,7 @@ def printed_by(code: str) -> str:
 
 
 def told_by(program: str, *args: object) -> dict:
-    """What a program of this folder prints last, as JSON; its kernels are not interpreted."""
+    """Last line of a program of this folder, as JSON; its kernels are not interpreted."""
     environment = environment_with_package()
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, SUPPORT / program, *map(str, args)]
@@ -94,7 +94,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_gone(pids, within_s=5.0):
-    """Those that live on."""
+    """Wait for processes to end; returns those that live on."""
     end = time.monotonic() + within_s
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What test_parallel.py has each rank do: `python rank_entries.py FOLDER BACKEND`, under its place.
+"""Work of each rank in test_parallel.py: `python rank_entries.py FOLDER BACKEND`, under its place.
 
 Leaves FOLDER/rank<r>.pt: what each way of training gave, all of it on the CPU.
 """
@@ -117,7 +117,7 @@ def gathered(at, **options):
 
 
 def overflow(place):
-    """Whether a step is skipped here if a scaled gradient overflowed on the last rank alone."""
+    """True if a step is skipped here when a scaled gradient overflowed on the last rank alone."""
     model, wrapped = made(place, {})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler(torch.device(place.device).type, init_scale=4.0)
@@ -136,7 +136,7 @@ def overflow(place):
 
 
 def second_hook(place):
-    """What DDP's buckets say to whoever wants to trace them where gradients go as bf16."""
+    """Refusal of DDP's buckets to be traced where gradients go as bf16."""
     try:
         BucketTrace(made(place, {})[1])
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What test_ranks_memory.py has real ranks do: `record`, on GPUs `peaks`, is called in each."""
+"""Work of real ranks in test_ranks_memory.py: `record`, on GPUs `peaks`, is called in each."""
 
 import gc
 from unittest import mock

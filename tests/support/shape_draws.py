@@ -30,7 +30,7 @@ MOST_ROWS = 1 << 18  # tokens times query heads of one call
 
 @dataclass(frozen=True)
 class Form:
-    """What kernels are compiled for."""
+    """Properties that kernels are compiled for."""
 
     dim: int
     value_dim: int
@@ -179,7 +179,7 @@ def _lengths(rng: random.Random, tokens: int) -> tuple[int, ...]:
 
 
 def _long(rng: random.Random, seed: int) -> Shape:
-    """Where specialized warps serve: by speed, or wherever they can."""
+    """Shapes that specialized warps serve: by speed, or wherever they can."""
     form, tokens = rng.choice(LONG), rng.choice([8192, 8192, 9001, 12288, 16384, 33024])
     fit = max(1, min(4, MOST_ROWS // (tokens * form.group)))
     return Shape(

@@ -61,7 +61,7 @@ def define(drawn: Drawn, shape: Shape, blocks: Tensor | None) -> Tensor:
 
 
 def wrong_selection(drawn: Drawn, shape: Shape, blocks: Tensor) -> str:
-    """What is wrong with the kernels' selection of a sequence, "" where nothing is or it is long.
+    """Mistakes in the kernels' selection of a sequence, "" where there is none or it is long.
 
     Near ties may fall either way: what is kept of the exact importance counts, and how many.
     """
@@ -292,7 +292,7 @@ def declined(device: str) -> list[dict]:
 
 
 def drawn_shapes(count: int, seed: int, device: str) -> list[Shape]:
-    """Those of a GPU, or such as an interpreter can do."""
+    """Shapes for a GPU, or such as an interpreter can do."""
     return tiny(seed, count) if device == "cpu" else legal(seed, count, max(8, min(36, count // 4)))
 
 

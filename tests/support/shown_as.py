@@ -11,7 +11,7 @@ _MM, _MM_MAP = 35, 14  # of prctl
 
 @functools.cache
 def places() -> list[int]:
-    """Where this program's own arguments and environment begin and end, before any `rewrite`."""
+    """Ends of this program's arguments and environment in memory, before any `rewrite`."""
     with open("/proc/self/stat") as file:
         return [int(field) for field in file.read().rpartition(")")[2].split()[45:49]]
 

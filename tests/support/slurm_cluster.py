@@ -75,7 +75,7 @@ class Waiting:
 
 
 def told(*command: str) -> str:
-    """What one of Slurm's commands prints."""
+    """Output of one of Slurm's commands."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout

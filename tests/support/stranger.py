@@ -16,7 +16,7 @@ class Stranger(nn.Module):
 
 
 class Training:
-    """What a stranger writes to be tried: settings in, an object with step(i) out."""
+    """A stranger's training to be tried: settings in, an object with step(i) out."""
 
     def __init__(self, settings, progress):
         torch.set_num_threads(1)

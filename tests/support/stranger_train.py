@@ -21,7 +21,7 @@ class Net(nn.Module):
 
 
 def evaluate(rank, how):
-    """What goes wrong, or only takes long."""
+    """Evaluate: goes wrong, or only takes long."""
     if how == "lock":
         lock = threading.Lock()
         with lock, lock:

@@ -106,7 +106,7 @@ def run(made):
 
 
 def first_loss(folder, **changes):
-    """That of the weights that the run has left in Hugging Face's layout, on its first batch."""
+    """Loss, on the first batch, of the weights that the run has left in Hugging Face's layout."""
     weights = {"initial_load_path": str(folder / "checkpoint/step-5"), "initial_load_in_hf": True}
     changes |= {f"checkpoint__{name}": value for name, value in weights.items()}
     return run(config(folder / "again", 1, **changes))[1]

@@ -1,4 +1,4 @@
-"""What a process can tell of how it was started, for tests that compare two starts."""
+"""Facts that a process can tell of its start, for tests that compare two starts."""
 
 import os
 import resource

@@ -48,9 +48,13 @@ LOADED = (
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
 STARTERS = "nsa", "workbook", "whyhung", "whyhung.process.ranks", "whyhung.process.family"
 STARTING_ENTRY = "whyhung.process.ranks:launch"
-# As ranks it and their torchrun are executed: a forked rank once did not end.
+# As ranks it and their torchrun are executed. Forked ones hung where DDP's reducer is freed with
+# the GIL held: it joins gloo's thread, which wants the GIL to let go of its last tensor.
 RANKS = "whyhung.process.child"
-SCRIPTS = ("rank_entries.py",)  # of this folder, started without torchrun
+# Of this folder, started without torchrun. Those that compile kernels are executed.
+SCRIPTS = ("bucket_ranks.py", "compiled_steps.py", "cp_entries.py", "cp_training.py",
+           "fsdp2_entries.py", "guard_ranks.py", "rank_entries.py", "traced_lengths.py",
+           "traced_padding.py")  # fmt: skip
 NOT_SERVED = ("workbook.runs.batch.child",)  # it outlives who started it, and is ended by others
 # Variables that are read as an interpreter starts or a library loads: the server's are the child's.
 READ_EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS", "MALLOC_", "TORCH_",
@@ -90,7 +94,7 @@ class Warm:
             _cold_start(popen, *given, **options)
 
     def _request(self, bound: inspect.BoundArguments) -> tuple[dict, list[int], tuple] | None:
-        """What the server is to do, the child's streams and the pipes' ends; None if it cannot."""
+        """The request, streams of the child and ends of its pipes; None if it cannot be served."""
         asked = bound.arguments
         command = _understood(asked["args"])
         plain = {"preexec_fn": None, "close_fds": True, "shell": False, "umask": -1, "uid": None,
@@ -125,7 +129,7 @@ class Warm:
         return None
 
     def _forked(self, popen, request: dict, streams: list[int], pipes: tuple) -> bool:
-        """Whether the server made the child, whose Popen this is now."""
+        """True if the server made the child, whose Popen this is now."""
         text, before = json.dumps(request).encode(), ctypes.c_int()
         with self._lock:
             self._begin()
@@ -224,7 +228,7 @@ def _understood(words) -> dict | None:
 
 
 def _finds_this_package(folder: str, environment: dict[str, str]) -> bool:
-    """Whether its `nsa` is the one beside these tests, and its interpreter starts without hooks."""
+    """True if its `nsa` is the one beside these tests, and its interpreter starts without hooks."""
     places = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     hooks = ("sitecustomize.py", "usercustomize.py")
     if any(os.path.exists(os.path.join(place, hook)) for place in places for hook in hooks):

@@ -30,7 +30,7 @@ def interpreted(backend: str) -> bool:
 
 
 def later(names: list[str]) -> list:
-    """Those backends, the interpreted one in `make test-all` alone: it takes seconds a test."""
+    """Mark the interpreted backend, which takes seconds a test, for `make test-all` alone."""
     return [pytest.param(x, marks=[pytest.mark.full] * interpreted(x)) for x in names]
 
 

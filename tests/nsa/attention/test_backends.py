@@ -58,7 +58,7 @@ EDGE = Case(33, dim=16, value_dim=256, phi="mlp")
 @pytest.mark.parametrize("backend", ["gather", "packed", "sdpa", "masked"])
 @pytest.mark.parametrize("seed", range(3))
 def test_few_tokens_of_wide_values_stray_by_little_of_the_largest_gradient(backend, seed):
-    """Where twice torch's error can be missed by luck: then the miss is small by this measure."""
+    """Twice torch's error can be missed by luck: then the miss is small by this measure."""
     dtype, eps = torch.bfloat16, torch.finfo(torch.bfloat16).eps
     torch.manual_seed(seed)
     drawn, do, exact, torchs = measured.__wrapped__(EDGE, dtype)

@@ -118,7 +118,7 @@ def test_a_crop_that_the_rings_do_not_hold_is_refused_and_changes_nothing():
 
 
 def test_every_crop_within_the_slack_can_be_grown_again():
-    """What `crop` lets pass is enough: after it, the same tokens give the same outputs."""
+    """A crop that passes is enough: after it, the same tokens give the same outputs."""
     for held in (1, 5, 16, 17, 24, 33, 40):
         for keep in range(max(0, held - 16), held, 3):
             check_regrown(held, keep)
@@ -136,7 +136,7 @@ def check_regrown(held, keep, growth=replace(GROWTH, case=replace(CASE, batch=1)
 
 
 def test_a_crop_goes_back_as_far_as_the_windows_ring_and_no_further():
-    """Of 40 tokens a ring of 32 holds those from 8 on: what a window of 16 shows to token 23."""
+    """A ring of 32 holds tokens from 8 on, of 40: all that a window of 16 shows to token 23."""
     case = replace(CASE, batch=1, config=replace(TINY, window=16))
     growth = replace(GROWTH, case=case, lengths=(40,))
     check_regrown(40, 23, growth)
@@ -314,7 +314,7 @@ def test_a_full_cache_is_refused_with_what_would_do_and_nothing_is_overwritten()
 
 @pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
 def test_the_longest_sequence_says_what_is_read_and_whether_more_fit(backend):
-    """Where the host's bound was too high, what it is lowered to is no less than any length."""
+    """A bound of the host that was too high is lowered to no less than any length."""
     growth = replace(GROWTH, lengths=(40, 40, 40))
     cache = growth.cache(torch.float64)
     given = arguments(draw(CASE), growth, cache)

@@ -1,4 +1,4 @@
-"""What `nsa_decode` refuses before anything is written, with what it got and what would do."""
+"""Refusals of `nsa_decode` before anything is written, with what it got and what would do."""
 
 from dataclasses import replace
 

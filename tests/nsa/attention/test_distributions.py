@@ -27,7 +27,7 @@ NAMES = [x.name for x in DISTRIBUTIONS]
 
 
 def broken(backend, name, setting, stick, slack=TWICE):
-    """What breaks the rule, the exact selection handed in; nothing where the dtype cannot hold it.
+    """Breaches of the rule, the exact selection handed in; none where the dtype cannot hold it.
 
     stick: the plain torch whose error is the measure, see `exact_and_plain`.
     """

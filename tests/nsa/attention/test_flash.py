@@ -19,7 +19,7 @@ from nsa.config import NSAConfig
 
 
 def softmax_attention(q, k, v, softmax_scale, causal, window_size, deterministic):
-    """What flash-attn documents: head h reads KV head h // G; t sees s in t - left .. t + right."""
+    """flash-attn as documented: head h reads KV head h // G; t sees s in t - left .. t + right."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
     assert q.shape[1] == k.shape[1] and causal and window_size[1] == 0
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
@@ -131,7 +131,7 @@ def test_a_second_derivative_is_refused_rather_than_wrong(stand_in, branch):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What a library that takes head dims from 64 on is called with: (q, k and v, keywords)."""
+    """Arguments to a library that takes head dims from 64 on: (q, k and v, keywords)."""
     calls = []
 
     def attend_(*qkv, **options):
@@ -160,7 +160,7 @@ def test_heads_narrower_than_a_library_takes_are_padded(asked):
 
 
 def why_not(*, dtype=torch.bfloat16, dim=64, scale=1.0):
-    """What flash-attn has against a q that claims to be on a GPU."""
+    """Reasons of flash-attn against a q that claims to be on a GPU."""
     q = SimpleNamespace(dtype=dtype, shape=(1, 8, 2, dim), is_cuda=True, device="cuda:0")
     return dense.why_not(q, 64, scale)
 

@@ -72,7 +72,7 @@ ROPE = [
 @pytest.mark.parametrize("rope", ROPE, ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("options", [{}, {"phi": "linear"}, {"shared_kv": True}], ids=str)
 def test_where_all_is_seen_each_branch_and_their_mean_are_the_llama(rope, options):
-    """Of the three gates at 1/2, two are left: 1/2 of each of two dense branches."""
+    """Two of the three gates at 1/2 are left: 1/2 of each of two dense branches."""
     dense = llama(rope_parameters=rope)
     with torch.no_grad():
         wanted = dense(IDS).logits

@@ -1,4 +1,4 @@
-"""As a transformers model the LanguageModel says the same: masks, labels, caches, files."""
+"""A LanguageModel says the same as a transformers model: masks, labels, caches, files."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What Triton's interpreter does otherwise than a GPU, put right for the tests of all kernels."""
+"""Corrections of what Triton's interpreter does otherwise than a GPU, for all kernels' tests."""
 
 import numpy as np
 import pytest

@@ -17,7 +17,6 @@ CORNERS = (
     MAIN,
     (90, "main", "packed-sinks"),
     (90, "main", "offset"),
-    (80, "fp32", "dense"),
     (80, "wide", "dense"),
 )
 TARGETS = [

@@ -193,7 +193,7 @@ def test_every_length_one_after_the_other():
 
 @pytest.mark.long
 def test_random_steps():
-    """What no list of cases thinks of: lengths, sizes, layouts and cuts at random."""
+    """Lengths, sizes, layouts and cuts at random, of which no list of cases thinks."""
     random = Random(26)
     for seed in range(200):
         config = random.choice((TINY, TINY, EVEN, ODD, FINE, LONG, SMALL))

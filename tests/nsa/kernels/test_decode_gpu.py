@@ -1,4 +1,4 @@
-"""What only a GPU can show of the decode kernels: large shapes, CUDA graphs, overlap."""
+"""Decode kernels where only a GPU can show them: large shapes, CUDA graphs, overlap."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the kernels: large shapes, races, offsets, graphs, stray accesses."""
+"""Kernels where only a GPU can show them: large shapes, races, offsets, graphs, stray accesses."""
 
 import math
 import os

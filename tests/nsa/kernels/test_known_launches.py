@@ -29,7 +29,7 @@ def test_each_thing_that_a_call_is_known_by_matters(found, left_out):
 
 
 class Kernel:
-    """What triton.jit makes, as `launch` sees it."""
+    """A product of triton.jit, as `launch` sees it."""
 
     def __init__(self, name, log):
         self.name, self.log, self.arg_names = name, log, ["x", "n", "BLOCK"]
@@ -66,7 +66,7 @@ def test_constants_by_name_take_their_places_and_options_none(kernels):
 
 
 def test_what_is_launched_otherwise_all_the_same_is_looked_at(kernels):
-    """As by a rule that asks for more than the arguments: nothing wrong is launched for it."""
+    """A rule may ask for more than the arguments: nothing wrong is launched for it."""
     turns = iter([(kernels.a, 64), (kernels.b, 64), (kernels.b, 32), (kernels.b, 32)])
 
     @launch.prepared

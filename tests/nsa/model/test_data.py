@@ -1,4 +1,4 @@
-"""What the model reads: repeatable, stateless, and clear about what it cannot read."""
+"""Data of the model: repeatable, stateless, and clear about what cannot be read."""
 
 import os
 import threading

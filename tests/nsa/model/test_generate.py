@@ -1,4 +1,4 @@
-"""What a model generates from a cache is what it would say without one, and what was asked for."""
+"""Text generated from a cache is what the model would say without one, and what was asked for."""
 
 import functools
 import math
@@ -136,7 +136,7 @@ def test_bad_requests_are_refused_before_anything_is_computed(model):
             generate(who, prompts, **{"tokens": 3} | how)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_needle_is_found_with_the_cache_as_without_it():
     """Trained on 64 tokens, asked at up to 256: the same answers, most of them right."""
     torch.manual_seed(0)

@@ -311,7 +311,7 @@ def test_strict_mode_reaches_the_attention():
 
 
 def written_out(layer, x, cu_seqlens=None):
-    """What the layer is documented to compute, from its own weights and the reference."""
+    """Compute what the layer is documented to, from its own weights and the reference."""
     config, weight = layer.config, dict(layer.named_parameters())
     exponents = torch.arange(config.head_dim // 2) / (config.head_dim / 2)
     times = torch.arange(x.shape[1])[:, None] / config.rope_scale

@@ -69,7 +69,7 @@ def test_logits_from_a_cache_are_those_of_the_whole_sequence(case):
     check_equal(model_of(tiny(**case, value_dim=6)), [19, 1, 1, 1, 7, 18, 1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_they_are_for_every_phi_gate_rotary_and_branch():
     for case in GRID:
         check_equal(model_of(tiny(**case, layers=1)), [34, 1, 6], 41)

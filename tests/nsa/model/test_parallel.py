@@ -60,7 +60,7 @@ def test_two_ranks_train_and_are_stored_as_one_process_is(ranks, name):
 
 
 def relative(mine, whole):
-    """How far gradients lie from others, in units of their norm; the furthest parameter."""
+    """Distance of gradients from others, in units of their norm, of the furthest parameter."""
     assert mine.keys() == whole.keys()
     return max(float((mine[n] - g).norm() / g.norm()) for n, g in whole.items())
 

@@ -5,7 +5,7 @@ from nsa.model.sampling import Sampling
 
 
 def chosen(sampling, logits, draws=4000):
-    """How often each id is drawn."""
+    """Count how often each id is drawn."""
     numbers = sampling.numbers(1, draws)
     found = sampling.choose(logits.expand(draws, -1), numbers[:, 0])
     return torch.bincount(found, minlength=len(logits)) / draws

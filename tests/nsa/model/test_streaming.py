@@ -13,7 +13,7 @@ TEXTS = [f"document {i}: " + "x" * (i % 7) + "é\0!" for i in range(200)]
 
 
 class Rows:
-    """What `load_dataset(..., streaming=True)` returns, as far as it is used."""
+    """Stands for the result of `load_dataset(..., streaming=True)`, as far as it is used."""
 
     def __init__(self, hub, order):
         self.hub, self.order = hub, order

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -15,30 +16,34 @@ from nsa.attention.api import nsa_attention
 from nsa.model.llama import LanguageModel
 
 PROGRAM = SUPPORT / "traced_lengths.py"
-MARKS = {"generated": [pytest.mark.long]}
+GRAPHS = {"calls": 2, "marked": 1, "steps": 2, "exported": 1}  # two: of one length, then of any
+
+
+@cache
+def found(*kinds: str) -> dict:
+    """Graphs and errors of each kind's cases, from one process for all of them."""
+    command, environment = [sys.executable, PROGRAM, *kinds], environment_with_package()
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("kind", "graphs"),
-    [
-        pytest.param(kind, graphs, id=kind, marks=MARKS.get(kind, [pytest.mark.slow]))
-        for kind, graphs in (
-            ("calls", 2),  # of one length, then of any
-            ("marked", 1),
-            ("steps", 2),
-            ("generated", 2),
-            ("exported", 1),
-        )
-    ],
-)
-def test_any_length_runs_by_few_graphs_and_as_it_does_without(kind, graphs):
-    command, environment = [sys.executable, PROGRAM, kind], environment_with_package()
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert len(found) == len(CASES[kind])
-    for name, case in found.items():
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_any_length_runs_by_few_graphs_and_as_it_does_without(kind):
+    check(found(*GRAPHS)[kind], kind, GRAPHS[kind])
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_generated_code_is_of_few_graphs_too():
+    check(found("generated")["generated"], "generated", 2)
+
+
+def check(cases: dict, kind: str, graphs: int) -> None:
+    assert len(cases) == len(CASES[kind])
+    for name, case in cases.items():
         assert case["graphs"] == graphs and case["error"] < 1e-4, name
 
 

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused before anything runs, in the one description of a training."""
+"""Trainings that cannot be are refused before anything runs, in the one description of them."""
 
 import pytest
 

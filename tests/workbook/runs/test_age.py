@@ -1,4 +1,4 @@
-"""How old evidence is: commits and lines since, or why nobody can tell."""
+"""Age of evidence: commits and lines since, or why nobody can tell."""
 
 import subprocess
 

@@ -47,7 +47,7 @@ def dirty(folder):
 
 
 def run_all(path):
-    """As a kernel of Jupyter's server runs it; what the cells left is not saved."""
+    """Run all as a kernel of Jupyter's server does; what the cells left is not saved."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
@@ -125,7 +125,7 @@ class Manager:
 
 
 def saved(path, shown):
-    """What Jupyter writes into the file."""
+    """File as Jupyter writes it."""
     model = {"type": "notebook", "content": copy.deepcopy(shown)}
     manager = Manager(path.parent.parent)
     interactive.keep_outputs_in_the_run(model=model, path="notebooks/tiny.ipynb",

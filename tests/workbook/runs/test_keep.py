@@ -1,4 +1,4 @@
-"""What of a run is committed: small, without paths of this machine, and to be explained again."""
+"""Parts of a run to commit: small, without paths of this machine, to be explained again."""
 
 import base64
 import io

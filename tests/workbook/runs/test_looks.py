@@ -1,4 +1,4 @@
-"""What every figure promises: its source at the foot, clear of all else, and numbers in full."""
+"""Promises of every figure: its source at the foot, clear of all else, and numbers in full."""
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -85,7 +85,7 @@ def test_a_legend_beside_the_axes_stays_there(tmp_path):
 
 
 def test_a_picture_cut_to_what_is_drawn_keeps_its_source():
-    """As a notebook shows it."""
+    """The picture is as a notebook shows it."""
     with looks.figure(1, 2.0) as (fig, (axes,)):
         axes.plot([1, 2], [1, 2])
     looks.caption(fig, SHORT)

@@ -27,7 +27,7 @@ def tags(cell) -> set[str]:
 
 
 def is_compared(cell) -> bool:
-    """Whether nbval compares it: counted, not exempt, and with output other than a picture."""
+    """True if nbval compares it: counted, not exempt, and with output other than a picture."""
     pictures = {"image/png", "image/jpeg", "text/plain"}  # beside a picture, text/plain is its repr
     shown = [
         output

@@ -177,7 +177,7 @@ def test_the_room_that_a_parameters_cell_names_checks_all_values_together(tmp_pa
 
 
 def kernel(*cells):
-    """What globals() are after these cells were run."""
+    """Values of globals() after these cells were run."""
     namespace = {"In": ["", *cells]}
     for cell in cells:
         exec(cell, namespace)

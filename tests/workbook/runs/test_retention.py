@@ -33,7 +33,7 @@ def store_run(name, status="ok", days=0.0, size=0, day="2026-11-01", **more):
 
 
 def alive():
-    """Of a record whose runner is this process."""
+    """Record whose runner is this process."""
     mine = {"pid": os.getpid(), "pid_started": record.process_start(os.getpid())}
     return mine | {"machine": record.machine()}
 

@@ -1,4 +1,4 @@
-"""What PYTORCH_CUDA_ALLOC_CONF says, and what is refused of it."""
+"""Settings of PYTORCH_CUDA_ALLOC_CONF, and what is refused of it."""
 
 import math
 

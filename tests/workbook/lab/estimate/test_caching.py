@@ -102,7 +102,7 @@ def test_a_free_block_between_two_is_one_with_both():
 
 @pytest.mark.parametrize(("order", "taken"), [("segment", 900), ("block", 600), ("address", 300)])
 def test_a_tie_between_blocks_of_one_size_is_broken_as_by_that_torch(order, taken):
-    """Of three segments the first has the highest address, and was split since."""
+    """The first of three segments has the highest address, and was split since."""
     places = iter((900, 600, 300))
     cuda = allocator(order=order, place=lambda size: next(places) * MIB)
     fill(cuda, 20, 20, 20)
@@ -274,7 +274,7 @@ LIMITED = [*CONFS[:3], "garbage_collection_threshold:0.5"]
 
 
 def played(events: list, rows: list, cuda: CachingAllocator, place: dict) -> list[str]:
-    """How the model differs from what torch had after each event, the first first; a row is
+    """Differences of the model from what torch had after each event, the first first; a row is
     [address, allocated, reserved]. `place` has the address that the present event got."""
     live, found = set(), []
     for number, ((what, name, size, stream, pool), row) in enumerate(
@@ -305,7 +305,7 @@ def asked(conf: str, limit: int, seed: int = 1) -> dict:
 
 @pytest.mark.parametrize("conf", LIMITED)
 def test_the_random_allocations_run_out_of_memory_and_recover(conf):
-    """What a GPU compares is there to be compared."""
+    """The cases that a GPU compares are there to be compared."""
     cuda = CachingAllocator(replace(Settings.parse(conf), fraction=0.5), 2 * GIB)
     events, failures, live = asked(conf, GIB)["events"], 0, set()
     for what, name, size, stream, pool in events:

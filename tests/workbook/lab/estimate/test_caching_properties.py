@@ -1,4 +1,4 @@
-"""What holds of CUDA's caching allocator whatever is allocated and freed."""
+"""Properties of CUDA's caching allocator, whatever is allocated and freed."""
 
 from itertools import pairwise
 

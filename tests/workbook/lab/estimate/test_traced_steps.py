@@ -44,7 +44,7 @@ TUNED = [
     cell("smoke", "sdpa", 576, 2, precision="bf16"),
     cell("smoke", "sdpa:math", 496, 1, batch=2),
     cell("smoke", "sdpa:flash", 379, 5, checkpoint="all"),
-    pytest.param(cell("cpu_test", "sequential", 40, 5, checkpoint="1:4"), marks=pytest.mark.long),
+    cell("cpu_test", "sequential", 40, 5, checkpoint="1:4"),
     cell("production", "dense sdpa", 232, 1, batch=2),
     cell("cpu_test", "gather", 100, 2, changes={"shared_kv": True, "phi": "linear"}),
     cell("cpu_test", "packed", 100, 1, changes={"gate": "softmax", "compress_rope": "after"}),
@@ -95,7 +95,7 @@ def test_a_cpu_s_peaks_are_those_of_its_allocator(spec):
     check(spec)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("spec", TUNED, ids=lambda spec: spec.told(spec.backend, str(spec.tokens)))
 def test_a_larger_grid_that_the_rules_were_made_with(spec):
     check(spec)
@@ -175,7 +175,7 @@ def test_layers_that_are_not_alike_are_all_traced(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["masked", "gather", "packed", "sdpa"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), "cuda"])
 def test_a_long_and_deep_cell_is_told_by_few_operators(backend, device):
     spec = cell("production", backend, 16384, 12, device=device)
     found, _ = whole(spec, gpu_named("H200") if device == "cuda" else None)

@@ -168,7 +168,7 @@ def test_any_stream_has_the_peaks_of_a_naive_replay(steps):
 
 
 def history(taken, device=0, most=100):
-    """What is added of it, as (address, bytes), a free with -1; and the reason why nothing is."""
+    """Entries that are added, as (address, bytes), a free with -1; and the reason why none are."""
     stream = Stream()
     why = add_history(stream, taken, device, most)
     return list(zip(stream.addresses, stream.sizes, strict=True)), why

@@ -1,4 +1,4 @@
-"""Whose a step's memory is, by module and line, and that looking on does not change it."""
+"""Memory of a step by module and line, which looking on does not change."""
 
 import gc
 import types
@@ -29,7 +29,7 @@ def poisoned_memory():
 
 
 def of_second_step(config, make):
-    """What a recorder saw of a tiny training's second step."""
+    """Record of a tiny training's second step."""
     made = trainer(config=config, tokens=64)
     made.step(0)
     recorder = make(made)

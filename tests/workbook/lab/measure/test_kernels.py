@@ -1,4 +1,4 @@
-"""What is made of a profile's events, given by hand."""
+"""Tables made of a profile's events, given by hand."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What the recorders see of steps whose bytes can be worked out by hand."""
+"""Recorders see steps whose bytes can be worked out by hand."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""What a step costs, measured beside it and after it."""
+"""Costs of a step, measured beside it and after it."""
 
 import sys
 import time

@@ -1,10 +1,7 @@
 import json
-import subprocess
-import sys
 
 import pytest
-from places import SUPPORT
-from processes import environment_with_package
+from processes import run_ranks
 from torch import nn
 
 from workbook.lab.observers.ddp import BucketTrace
@@ -16,13 +13,9 @@ PARAMETERS = 64 * 48 + 48 + 48 * 32 + 32 + 32 * 16 + 16
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What both ranks found, from one launch."""
+    """Findings of both ranks, from one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", str(SUPPORT / "bucket_ranks.py"), str(folder)]
-    env = environment_with_package() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(2, "bucket_ranks.py", folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""How limits are spelt, what is refused, and when a loss is flat."""
+"""Spelling of limits, refusals, and when a loss is flat."""
 
 import math
 

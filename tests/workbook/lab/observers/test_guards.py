@@ -1,17 +1,15 @@
-"""What ends a training in order, what it says of the cause, and what it leaves as it was."""
+"""Ends of a training in order, what they say of the cause, and what they leave as it was."""
 
 import json
 import math
 import os
-import subprocess
-import sys
 
 import guard_ranks
 import pytest
 import torch
 from guard_ranks import Spoilt
 from observed import no_sync, trainer
-from processes import environment_with_package
+from processes import run_ranks
 from tiny_models import tiny
 
 from workbook.lab.observers import guard_rules, guards
@@ -30,7 +28,7 @@ def weights(trained):
 
 
 def nan_gradient(module):
-    """What comes back through this module's output is NaN; forwards are as they were."""
+    """Make gradients through this module's output NaN; forwards are as they were."""
     module.register_forward_hook(lambda module, args, out: NaNGradient.apply(out))
 
 
@@ -49,7 +47,7 @@ def same(one, other):
 
 
 def stopped(trained, steps=5):
-    """How the run of so many steps was ended, with the cause."""
+    """End of the run of so many steps, with the cause."""
     with pytest.raises(Stopped) as caught:
         trained.run(steps)
     return guards.explained(caught.value, trained)
@@ -262,13 +260,9 @@ def test_guards_need_a_trainer_that_leaves_such_steps_out():
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpus2)])
 def ranks(request, tmp_path_factory):
-    """What both ranks saw of every case, by backend."""
+    """Findings of both ranks, of every case, by backend."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", guard_ranks.__file__, str(folder), request.param]
-    env = environment_with_package() | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_ranks(2, "guard_ranks.py", folder, request.param)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -287,7 +281,9 @@ def test_what_one_rank_alone_sees_ends_all_after_the_same_step_with_its_cause(ra
         assert first["left out"] == second["left out"] == 1
         assert "stop" not in first and first["steps done"] == second["steps done"]
         return
-    assert first["stop"] == second["stop"] and max(first["seconds"], second["seconds"]) < 10
+    assert first["stop"] == second["stop"]
+    # Nobody waited for a rank that had ended, however busy the machine is.
+    assert max(first["seconds"], second["seconds"]) < guard_ranks.TIMEOUT_S
     assert (first["stop"]["step"], first["stop"]["reason"]) == (bad, "non_finite")
     assert "on rank 1" in first["stop"]["message"]
     losses = [cause["loss"] for cause in first["stop"]["causes"]]

@@ -1,4 +1,4 @@
-"""What a memory snapshot leaves in a folder, and what it says where it cannot."""
+"""Files that a memory snapshot leaves in a folder, and what it says where it cannot."""
 
 import csv
 import gc
@@ -31,13 +31,13 @@ def poisoned_memory():
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_was_compiled():
-    """What earlier modules compiled in this process would cost every snapshot its lines."""
+    """Forget what earlier modules compiled here: it would cost every snapshot its lines."""
     counters.clear()
 
 
 @pytest.fixture(autouse=True)
 def nobody_elses():
-    """What earlier tests held is let go: to a snapshot it is resident."""
+    """Let go of what earlier tests held: to a snapshot it is resident."""
     gc.collect()
     yield
     from torch.optim import optimizer  # of snapshots that a test did not close

@@ -30,7 +30,7 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranges(trace):
-    """Of the trace file: (name, start, end) in us."""
+    """Ranges of the trace file: (name, start, end) in us."""
     events = json.loads(gzip.decompress(trace.file.read_bytes()))["traceEvents"]
     return [
         (e["name"], e["ts"], e["ts"] + e["dur"])

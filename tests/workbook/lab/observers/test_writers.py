@@ -82,7 +82,7 @@ def test_another_table_is_left_alone(path):
 
 
 class Scalars:
-    """What SummaryWriter is asked for."""
+    """Stands for SummaryWriter and keeps what it is asked for."""
 
     def __init__(self, log_dir):
         self.log_dir, self.seen, self.closed = log_dir, [], False

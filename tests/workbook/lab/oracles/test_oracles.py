@@ -25,7 +25,7 @@ def collector():
 
 
 def asked(make, *names, steps=4, settings=None, twice=False):
-    """What the oracles say of a training; `twice`: they may make it anew."""
+    """Findings of the oracles in a training; `twice`: they may make it anew."""
     settings = settings or {}
     subject = make(settings)
     remade = (lambda changes: make({**settings, **changes})) if twice else None
@@ -39,7 +39,7 @@ def asked(make, *names, steps=4, settings=None, twice=False):
 
 
 def case(make, name, what, said="", steps=4, **settings):
-    """What oracle `name` finds wrong, "" for nothing and None where it cannot tell, and a part of
+    """Finding of oracle `name`, "" for nothing and None where it cannot tell, and a part of
     "place: detail"."""
     marks = [pytest.mark.gpu] if settings.get("device") == "cuda" else []
     return pytest.param(make, name, what, said, steps, settings, marks=marks)

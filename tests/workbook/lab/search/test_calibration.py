@@ -20,7 +20,7 @@ PACED = {"subject": "lab_entries:paced", "oracles": [], "steps": 2}
 
 
 def calibrated(lengths, step_s, first=0.0, gap_s=lambda layers, tokens: 0.0):
-    """Of made-up points, of whose steps one is quick and one was disturbed."""
+    """Calibrate by made-up points, of whose steps one is quick and one was disturbed."""
     rows = []
     for layers, tokens in product((1, 2), lengths):
         later = [step_s(layers, tokens) * (1 + off) for off in (-0.1, 0.0, 0.0, 0.6)]
@@ -206,11 +206,8 @@ def test_a_prediction_is_given_or_measured():
 
 @pytest.mark.real_starts  # it measures how long a process takes
 @pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "tokens"),
-    [("gather", 1024), pytest.param("masked", 512, marks=pytest.mark.long)],
-)
+@pytest.mark.long  # its verdict rests on measured time
+@pytest.mark.parametrize(("backend", "tokens"), [("gather", 1024), ("masked", 512)])
 def test_a_real_training_is_predicted_from_seconds_of_smaller_work(
     tmp_path, backend, tokens, monkeypatch
 ):

@@ -1,4 +1,4 @@
-"""What the correctness notebook shows: the definition, the oracle, the gallery, its sentences."""
+"""Contents of the correctness notebook: the definition, the oracle, the gallery, its sentences."""
 
 import shutil
 from dataclasses import replace
@@ -285,7 +285,7 @@ def test_figures_are_drawn_of_what_there_is(drawn):
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long  # notebook 00 teaches one and runs a killer
 def test_a_mutant_is_taught_and_its_killer_run():
     rows = gallery.learn(["compressed-block-seen-too-early"], tokens=64)
     assert [row["as_expected"] for row in rows] == [True, False]

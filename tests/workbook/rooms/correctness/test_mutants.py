@@ -49,14 +49,14 @@ def in_copies(asked: list[tuple[Path, list[str]]]) -> list[tuple[int, str]]:
 
 
 def killing(name: str, mutant: Mutant) -> list[str]:
-    """What runs the killer; of one that goes through all backends, the mutant's own."""
+    """Arguments that run the killer; of one that goes through all backends, the mutant's own."""
     narrow = ["-k", f"{mutant.killer.split('::')[1]} and {mutant.shows[1]}"]
     return [*arguments_for([mutant.killer]), *narrow * (name in ONE_BACKEND)]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, tuple[int, str]]:
-    """How the killer of each mutant ended, and what it said."""
+    """End of the killer of each mutant, and what it said."""
     asked = [
         (mutated_copy(tmp_path_factory.mktemp(name), name), killing(name, mutant))
         for name, mutant in MUTANTS.items()

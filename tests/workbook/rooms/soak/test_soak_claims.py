@@ -1,4 +1,4 @@
-"""What counts as drift, on series that trainings show; each sentence can come out otherwise."""
+"""Drift, on series that trainings show; each sentence can come out otherwise."""
 
 import numpy as np
 import pandas

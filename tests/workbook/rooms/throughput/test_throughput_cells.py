@@ -210,8 +210,8 @@ def test_a_cell_without_time_is_a_row():
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.slow  # notebook 04 trains with DDP
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_two_ranks_train_with_gloo_and_ddp_says_what_communication_costs(kind, found):
     (row,) = measure(CELL.with_(f"ranks=2 parallel={kind}"), threads=1)
     assert row["outcome"] == "ok", row["message"] + row["evidence"]

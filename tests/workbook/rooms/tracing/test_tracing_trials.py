@@ -16,7 +16,7 @@ ALONE = Setup("cpu_test", tokens=64, batch=1, ranks=1, layers=1)
 
 
 def alone(changes=None, **trial):
-    """What one process sees of a trial."""
+    """Trace of a trial by one process."""
     setup = replace(ALONE, changes=changes or {})
     return child.trace_one(setup, Trial("alone", kind="none", **trial), SINGLE)
 
@@ -144,7 +144,7 @@ def traced(tmp_path_factory):
 
 
 @pytest.mark.processes
-@pytest.mark.full
+@pytest.mark.long  # notebook 05 runs these trials and judges these claims
 def test_two_ranks_bear_out_every_claim_in_one_launch(traced):
     pytest.importorskip("pandas")
     from workbook.rooms.tracing import claims
@@ -158,7 +158,7 @@ def test_two_ranks_bear_out_every_claim_in_one_launch(traced):
 
 
 @pytest.mark.processes
-@pytest.mark.full
+@pytest.mark.long
 def test_only_the_arrival_lists_show_a_rank_branch(traced):
     found, _ = traced
     ranks = found.of("rank branch")

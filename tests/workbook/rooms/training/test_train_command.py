@@ -378,7 +378,7 @@ def test_two_ranks_end_in_order_each_with_the_cause_in_its_record(place):
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_halt_file_ends_a_run_of_torchrun_in_order(place):
     with Started(torchrun(*FOREVER, "--save-every", "2", "--parallel", "ddp"), place) as job:
         job.wait_for(lambda: pid_in_step(place / "r", 1))
@@ -496,7 +496,7 @@ def test_a_killed_rank_takes_the_job_down_and_is_named(place):
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kind):
     """And with DDP each rank tells its own memory."""
     words = ["--steps", "3", "--save-every", "3", "--into", "two", "--accumulate", "2"]

@@ -1,4 +1,4 @@
-"""What `nsa train` leaves at its end: weights that can be loaded and gone on with, and a report."""
+"""`nsa train` leaves at its end weights that can be loaded and gone on with, and a report."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What `nsa train` looks at before its first step, each condition planted."""
+"""Conditions that `nsa train` looks at before its first step, each planted."""
 
 import json
 import os
