@@ -32,8 +32,14 @@ from workbook.rooms.selfcheck.registry import Fault, chosen, every, why_not
 from workbook.runs import environment
 
 STALL_S = 5.0
-# A program's name reveals what it is: it runs under another name, in a separate folder.
-NAMELESS = "sh", "-c", 'cp "$1" subject.py && shift && exec "$@"', "sh"
+# A program's name reveals what it is: it runs under another name, in a separate folder, beside a
+# copy of what it shares with others.
+NAMELESS = (
+    "sh",
+    "-c",
+    'cp "$1" subject.py && cp "${1%/*}/_shared.py" . && shift && exec "$@"',
+    "sh",
+)
 ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # those independent of what is planted
 HEAD = 5  # lines of a page that must contain the user's line
 # It ends when this process does, for whatever reason.
