@@ -1,7 +1,7 @@
 """The operation on new tokens of sequences that a cache holds: decoding, and prefill in chunks."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import torch
@@ -152,8 +152,7 @@ def _on_torch(attend: Callable[[cached.Step, Note], dict[str, Tensor]]):
     def run(call: Call, note: Note) -> Tensor:
         recent = call.recent()
         call.append()
-        q = call.without_rows_behind(call.q)
-        step = cached.Step(q, call.cache, recent, call.scale, call.counts, call.sinks)
+        step = cached.Step(call.q, call.cache, recent, call.scale, call.counts, call.sinks)
         o = combine(call.gates, attend(step, note)).to(call.q.dtype)
         return call.without_rows_behind(o)
 
@@ -183,10 +182,18 @@ def _why_not_forward(call: Call) -> list[str]:
     return []
 
 
+def _prefix(call: Call, note: Note) -> Tensor:
+    real = replace(call, q=call.without_rows_behind(call.q))
+    return _on_torch(prefix.prefix)(real, note)
+
+
 def _why_not_prefix(call: Call) -> list[str]:
-    places = call.cache.places
-    unread = places.capturing or torch.compiler.is_compiling()
-    return prefix.why_not(call.cache.shape.branches, unread)
+    branches, reasons = call.cache.shape.branches, []
+    if call.cache.places.capturing or torch.compiler.is_compiling():
+        reasons.append("the lengths are read by the host, and a CUDA graph has none")
+    if "cmp" in branches and "slc" not in branches:
+        reasons.append("a cache of the compressed branch alone holds no other keys")
+    return reasons
 
 
 def _triton(call: Call, note: Note) -> Tensor:
@@ -228,9 +235,7 @@ class Backend:
 _BACKENDS = {
     "triton": Backend(_triton, "our kernels: a few launches, up to 16 tokens", _why_not_triton),
     "forward": Backend(_forward, "nsa_attention on an empty cache", _why_not_forward),
-    "prefix": Backend(
-        _on_torch(prefix.prefix), "nsa_attention behind what the cache holds", _why_not_prefix
-    ),
+    "prefix": Backend(_prefix, "nsa_attention behind what the cache holds", _why_not_prefix),
     "gather": Backend(_on_torch(cached.gather), "torch: gathers each query's own keys"),
     "masked": Backend(_on_torch(cached.masked), "torch: all keys under a mask"),
     "reference": Backend(_reference, "the definition, sequence by sequence"),

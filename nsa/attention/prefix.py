@@ -29,14 +29,6 @@ def prefix(step: Step, note: Note) -> dict[str, Tensor]:
     return outputs
 
 
-def why_not(step_branches: tuple[str, ...], capturing: bool) -> list[str]:
-    """Reasons against `prefix` for a cache of these branches."""
-    reasons = ["the lengths are read by the host, and a CUDA graph has none"] * capturing
-    if "cmp" in step_branches and "slc" not in step_branches:
-        reasons.append("a cache of the compressed branch alone holds no other keys")
-    return reasons
-
-
 def _calls(step: Step) -> Iterator[tuple[slice, Inputs]]:
     """(sequences, inputs) of each call; queries behind the capacity are in none."""
     cache, config, new = step.cache, step.config, step.q.shape[1]

@@ -186,8 +186,9 @@ class _Finish(Function):
         heads, width = grads[0].shape[2], sum(gathering.widths)
         parts = grads[0].new_empty(layout.ranks, *sizes, heads, width, dtype=wide)
         # Each rank's rows are added where they are sent from: a pass over all keys costs bandwidth.
-        for grad_pair in zip(parts.split(gathering.widths, -1), grads[half:], grads, strict=False):
-            layout.add_by_rank(*grad_pair)
+        each = zip(parts.split(gathering.widths, -1), grads[half:], grads[:half], strict=True)
+        for part, of_tail, of_head in each:
+            layout.add_by_rank(part, of_tail, of_head)
         doing = "sending the gradients of keys and values"
         gathering.launch(torch.empty_like(parts), parts, dist.all_to_all_single, doing)
         return grads[0].new_zeros(0), None

@@ -47,8 +47,7 @@ class Layout:
         return torch.cat([x.narrow(dim, s.start, self.chunk) for s in self.chunks(rank)], dim)
 
     def natural(self, shards: Sequence[Tensor] | Tensor, dim: int = 1) -> Tensor:
-        """Tokens in their order along `dim`, padding included, from the ranks' rows in rank
-        order."""
+        """Tokens in order along `dim`, padding included, from the ranks' rows in rank order."""
         halves = [shard.chunk(2, dim) for shard in shards]
         return torch.cat([h for h, _ in halves] + [t for _, t in reversed(halves)], dim)
 
