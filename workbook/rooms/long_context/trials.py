@@ -13,7 +13,7 @@ from nsa.spelling import choice
 from whyhung.process.ranks import run_ranks
 from workbook.lab.measure.shapes import TINY_CONFIG, Shape
 from workbook.rooms.long_context.cells import ENTRY, Cell, cells_of, estimate_mib
-from workbook.runs import measured
+from workbook.runs import measured, metrics
 from workbook.runs.measured import FILE, read, write
 
 __all__ = ["cells", "check_parameters", "measure", "read", "to_metrics", "write"]
@@ -121,6 +121,5 @@ def to_metrics(rows: Rows) -> list[dict[str, Any]]:
         if row["outcome"] != "ok":
             values = [("latency", "ms", "", math.nan)]
         for metric, unit, mode, x in values:
-            named = {"metric": metric, "unit": unit, "mode": mode}
-            found.append(same | named | dict.fromkeys(("median", "q20", "q80"), x))
+            found.append(same | metrics.values(metric, unit, x, mode=mode))
     return found
