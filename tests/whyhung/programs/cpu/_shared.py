@@ -1,4 +1,4 @@
-"""What these programs share: how long healthy ones are quiet, and their option."""
+"""Scale of the quiet times of these programs, and reading of their option."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""What these programs share: their process group, how long healthy ones are quiet, an option."""
+"""Process group of these programs, scale of their quiet times, and reading of their option."""
 
 import argparse
 import os
