@@ -13,6 +13,8 @@ from nsa.spelling import nearest
 Note = Callable[[str, str], None]  # (branch, implementation that ran it)
 # By branch: o [B, T, HQ, DV] and its lse [B, T, HQ], natural log, if `Inputs.needs_lse`, else None.
 Branches = dict[str, tuple[Tensor, Tensor | None]]
+# Compressed keys [B, C, HKV, D] and values [B, C, HKV, DV]; None for one that is not requested.
+Compress = Callable[[Inputs], tuple[Tensor | None, Tensor | None]]
 
 
 class Declined(ValueError):
@@ -37,6 +39,7 @@ class Backend:
     # Reasons why `auto` skips it although it would run.
     not_for_auto: Callable[[Inputs], list[str]] = lambda inputs: []
     fused: Callable[[Inputs, Note], tuple[Tensor, dict[str, Tensor]]] | None = None
+    compress: Compress | None = None  # if others than `branches.compressed` makes them
     # Strict mode's check before a call: raises if kernels are wrong on this device.
     first_use: Callable[[Inputs], None] = lambda inputs: None
     transforms: frozenset[str] = frozenset()  # torch.func transforms it supports

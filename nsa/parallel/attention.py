@@ -10,11 +10,12 @@ from torch import Tensor
 from nsa.attention.api import nsa_attention
 from nsa.attention.inputs import Inputs, checked
 from nsa.attention.placing import sequence_bounds
+from nsa.attention.registry import Compress
 from nsa.config import NSAConfig
 from nsa.parallel.collectives import Gathering, heads_for_tokens, tokens_for_heads
 from nsa.parallel.layout import Layout
 from nsa.parallel.mesh import ContextParallel
-from nsa.parallel.pooling import can_pool, pooled
+from nsa.parallel.pooling import can_pool, compress_of, pooled
 from nsa.reference.compress import Phi, PhiWeights
 from nsa.reference.nsa import BRANCHES
 
@@ -99,24 +100,28 @@ def _attend(inputs: Inputs, options: Mapping[str, Any], **more: Any) -> Tensor:
     return nsa_attention(inputs.q, inputs.k, inputs.v, inputs.gates, config, **given)
 
 
-def _heads(inputs: Inputs, rows: slice) -> Inputs:
-    """Inputs of these KV heads and their query heads; tensors shared by branches stay shared."""
-    group, cut = inputs.group, {}
-    queries = slice(rows.start * group, rows.stop * group)
-
-    def of(side: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {b: cut.setdefault(id(x), x[:, :, rows]) for b, x in side.items()}
-
-    return replace(
-        inputs,
-        q=inputs.q[:, :, queries],
-        k=of(inputs.k),
-        v=of(inputs.v),
-        gates=inputs.gates[:, :, queries],
-        blocks=None if inputs.blocks is None else inputs.blocks[:, :, rows],
-        sinks=None if inputs.sinks is None else inputs.sinks[queries],
-        phi=_phi_of(inputs.phi, rows),
-    )
+def _by_heads(inputs: Inputs, each: int) -> list[Inputs]:
+    """Inputs of `each` KV heads at a time and their query heads; tensors that branches share stay
+    shared. Cut at once, since the gradients of a cut are one copy: slices would each add zeros."""
+    group, count = inputs.group, inputs.kv_heads // each
+    if count == 1:
+        return [inputs]
+    held = {id(x): x.split(each, 2) for x in (*inputs.k.values(), *inputs.v.values())}
+    parts = {"q": inputs.q.split(each * group, 2), "gates": inputs.gates.split(each * group, 2)}
+    if inputs.blocks is not None:
+        parts["blocks"] = inputs.blocks.split(each, 2)
+    if inputs.sinks is not None:
+        parts["sinks"] = inputs.sinks.split(each * group)
+    return [
+        replace(
+            inputs,
+            k={b: held[id(x)][index] for b, x in inputs.k.items()},
+            v={b: held[id(x)][index] for b, x in inputs.v.items()},
+            phi=_phi_of(inputs.phi, slice(index * each, (index + 1) * each)),
+            **{name: pieces[index] for name, pieces in parts.items()},
+        )
+        for index in range(count)
+    ]
 
 
 def _phi_of(phi: Phi, rows: slice) -> Phi:
@@ -170,14 +175,15 @@ def _gather(
     bounds: tuple[int, ...],
 ) -> Tensor:
     """Own queries against gathered keys and values, a few KV heads at a time."""
-    step = context.heads_at_once or inputs.kv_heads
-    parts = [slice(h, h + step) for h in range(0, inputs.kv_heads, step)]
+    parts = _by_heads(inputs, context.heads_at_once or inputs.kv_heads)
+    pools = can_pool(inputs, layout, bounds)
+    compress = compress_of(options["backend"], inputs) if pools else None
     outputs, ahead = [], None
-    for index, rows in enumerate(parts):
-        sent = ahead or _Sent(_heads(inputs, rows), layout, context, bounds)
+    for index, part in enumerate(parts):
+        sent = ahead or _Sent(part, layout, context, bounds, compress)
         # Sent before these heads are computed, and in the backward received after them.
         following = parts[index + 1 : index + 2]
-        ahead = _Sent(_heads(inputs, *following), layout, context, bounds) if following else None
+        ahead = _Sent(*following, layout, context, bounds, compress) if following else None
         outputs.append(sent.own_chunks(options))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
@@ -186,28 +192,40 @@ class _Sent:
     """Inputs of some KV heads, whose keys and values are on their way to all ranks."""
 
     def __init__(
-        self, inputs: Inputs, layout: Layout, context: ContextParallel, bounds: tuple[int, ...]
+        self,
+        inputs: Inputs,
+        layout: Layout,
+        context: ContextParallel,
+        bounds: tuple[int, ...],
+        compress: Compress | None,
     ) -> None:
         self.layout, self.chunks, self.bounds = layout, layout.chunks(context.rank), bounds
-        self.compressed = None
-        if can_pool(inputs, layout, bounds):
-            self.compressed = pooled(inputs, layout, context)
+        self.inputs, self.compressed = inputs, None
+        if compress is not None:
             k, v = ({b: x for b, x in s.items() if b != "cmp"} for s in (inputs.k, inputs.v))
-            inputs = replace(inputs, k=k, v=v)
-        self.inputs = inputs
-        held = {id(x): x for x in (*inputs.k.values(), *inputs.v.values())}
+            self.inputs = replace(inputs, k=k, v=v)
+        held = {id(x): x for x in (*self.inputs.k.values(), *self.inputs.v.values())}
         self.keys, self.gathering = list(held), Gathering(list(held.values()), layout, context)
+        if compress is not None:  # while the others are on their way
+            self.compressed = pooled(inputs, layout, context, compress)
 
     def own_chunks(self, options: Mapping[str, Any]) -> Tensor:
         """o of this rank's two chunks, each against the keys up to its end."""
         compressed = ([], []) if self.compressed is None else self.compressed.wait()
-        pairs = zip(self.chunks, self.gathering.wait(), compressed, strict=True)
-        outputs = [self._chunk(number, *pair, options) for number, pair in enumerate(pairs)]
+        given = self._queries(), self.chunks, self.gathering.wait(), compressed
+        outputs = [self._chunk(*each, options) for each in zip(*given, strict=True)]
         return torch.cat(outputs, dim=1)
+
+    def _queries(self) -> list[dict[str, Tensor | None]]:
+        """Tensors of each chunk's queries, cut at once: see `_by_heads`."""
+        inputs, chunk = self.inputs, self.layout.chunk
+        whole = {"q": inputs.q, "gates": inputs.gates, "blocks": inputs.blocks}
+        halves = {n: (None, None) if x is None else x.split(chunk, 1) for n, x in whole.items()}
+        return [{name: pair[number] for name, pair in halves.items()} for number in range(2)]
 
     def _chunk(
         self,
-        number: int,
+        queries: Mapping[str, Tensor | None],
         chunk: slice,
         gathered: list[Tensor],
         compressed: list[Tensor],
@@ -219,11 +237,8 @@ class _Sent:
         ends = [min(bound, chunk.stop) - start for bound in bounds if bound > start]
         ends = list(dict.fromkeys(ends))  # those behind the chunk all end with it
         seen = {key: x[:, start:] for key, x in zip(self.keys, gathered, strict=True)}
-        own = slice(number * self.layout.chunk, (number + 1) * self.layout.chunk)
-        cut = {"q": inputs.q[:, own], "gates": inputs.gates[:, own]}
-        cut |= {"k": {b: seen[id(x)] for b, x in inputs.k.items()}}
-        cut |= {"v": {b: seen[id(x)] for b, x in inputs.v.items()}}
-        cut |= {"blocks": None if inputs.blocks is None else inputs.blocks[:, own]}
+        k = {b: seen[id(x)] for b, x in inputs.k.items()}
+        v = {b: seen[id(x)] for b, x in inputs.v.items()}
         more: dict[str, Any] = {"q_start": chunk.start - start}
         if len(ends) > 1:
             device = inputs.q.device
@@ -231,4 +246,4 @@ class _Sent:
         if compressed:
             keys, *values = compressed
             more["compressed"] = keys, values[0] if values else None
-        return _attend(replace(inputs, **cut), options, **more)
+        return _attend(replace(inputs, k=k, v=v, **queries), options, **more)

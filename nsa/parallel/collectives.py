@@ -103,10 +103,10 @@ def _exchanged(
 class Gathering:
     """Rows of all ranks, from those of this one: sent now, received by `wait`.
 
-    xs are [B, TL, H, *] each, of one dtype, in chunks of `layout`. `wait` returns two lists: the
-    first ends[0] rows of each x in the order of the sequence, and the first ends[1]. By default
-    those up to the end of this rank's head chunk and up to that of its tail chunk, which is all
-    that their queries see.
+    xs are [B, TL, *] each, of one dtype, in chunks of `layout`, sent one behind the other so that
+    each arrives contiguous. `wait` returns two lists: the first ends[0] rows of each x in the
+    order of the sequence, and the first ends[1]. By default those up to the end of this rank's
+    head chunk and up to that of its tail chunk, which is all that their queries see.
 
     The backward mirrors it: what `wait` did sends the gradients off, and the start receives them,
     so that other gradients are computed in between. Each rank's part is added in fp32 (fp64 for
@@ -121,7 +121,7 @@ class Gathering:
         ends: tuple[int, int] | None = None,
     ) -> None:
         self.context, self.layout = context, layout
-        self.widths, self.dtype = [x.shape[-1] for x in xs], xs[0].dtype
+        self.shapes, self.dtype = [x.shape for x in xs], xs[0].dtype
         self.ends = ends or tuple(rows.stop for rows in layout.chunks(context.rank))
         self._work = self._kept = None
         self._received = self._sum = None
@@ -130,8 +130,13 @@ class Gathering:
     def wait(self) -> tuple[list[Tensor], list[Tensor]]:
         """Receive; see the class."""
         found = _Finish.apply(self._token, self)
-        half = len(self.widths)
+        half = len(self.shapes)
         return list(found[:half]), list(found[half:])
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """Views [..., *shape] of the numbers of each x, which flat has in its last dimension."""
+        parts = flat.split([shape.numel() for shape in self.shapes], dim=-1)
+        return [x.unflatten(-1, shape) for x, shape in zip(parts, self.shapes, strict=True)]
 
     def launch(self, out: Tensor, x: Tensor, call: Any, doing: str) -> None:
         """Start a transfer of x into out; both are kept until `settle`."""
@@ -152,7 +157,7 @@ class _Start(Function):
     @staticmethod
     def forward(ctx: Any, gathering: Gathering, *xs: Tensor) -> Tensor:
         ctx.gathering = gathering
-        mine = torch.cat(xs, dim=-1)
+        mine = torch.cat([x.flatten() for x in xs])
         out = mine.new_empty(gathering.context.ranks, *mine.shape)
         gathering.launch(out, mine, all_gather, "sending keys and values")
         return mine.new_empty(0)  # carries the gradient's path, and nothing else
@@ -161,10 +166,12 @@ class _Start(Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         gathering = ctx.gathering
         parts = gathering.settle("receiving the gradients of keys and values")
-        total = parts[0]
-        for part in parts[1:]:
+        *first, last = parts
+        total = first[0]
+        for part in first[1:]:
             total += part
-        return None, *total.to(gathering.dtype).split(gathering.widths, dim=-1)
+        total = torch.add(total, last, out=total.new_empty(total.shape, dtype=gathering.dtype))
+        return None, *gathering.pieces(total)
 
 
 class _Finish(Function):
@@ -172,8 +179,7 @@ class _Finish(Function):
     def forward(ctx: Any, token: Tensor, gathering: Gathering) -> tuple[Tensor, ...]:
         ctx.gathering = gathering
         shards = gathering.settle("receiving keys and values")
-        pieces = shards.split(gathering.widths, dim=-1)
-        whole = [gathering.layout.natural(piece) for piece in pieces]
+        whole = [gathering.layout.natural(piece) for piece in gathering.pieces(shards)]
         # Two tensors of each, so that autograd does not add the gradients in the narrow dtype.
         head, tail = gathering.ends
         return *(x[:, :head] for x in whole), *(x[:, :tail] for x in whole)
@@ -182,11 +188,10 @@ class _Finish(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         gathering, layout = ctx.gathering, ctx.gathering.layout
         wide = torch.promote_types(gathering.dtype, torch.float32)
-        half, sizes = len(gathering.widths), (grads[0].shape[0], 2 * layout.chunk)
-        heads, width = grads[0].shape[2], sum(gathering.widths)
-        parts = grads[0].new_empty(layout.ranks, *sizes, heads, width, dtype=wide)
+        half, count = len(gathering.shapes), sum(shape.numel() for shape in gathering.shapes)
+        parts = grads[0].new_empty(layout.ranks, count, dtype=wide)
         # Each rank's rows are added where they are sent from: a pass over all keys costs bandwidth.
-        each = zip(parts.split(gathering.widths, -1), grads[half:], grads[:half], strict=True)
+        each = zip(gathering.pieces(parts), grads[half:], grads[:half], strict=True)
         for part, of_tail, of_head in each:
             layout.add_by_rank(part, of_tail, of_head)
         doing = "sending the gradients of keys and values"

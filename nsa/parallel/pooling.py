@@ -10,13 +10,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nsa.attention.branches import compressed
 from nsa.attention.inputs import Inputs
+from nsa.attention.registry import Compress, choose, get
 from nsa.attention.transforms import without_autocast
 from nsa.blocks import count_compressed
 from nsa.parallel.collectives import Gathering
 from nsa.parallel.layout import Layout
 from nsa.parallel.mesh import ContextParallel
-from nsa.reference.compress import Phi, compress_keys, compress_values
+from nsa.reference.compress import Phi
 
 
 def can_pool(inputs: Inputs, layout: Layout, bounds: Sequence[int]) -> bool:
@@ -30,22 +32,31 @@ def can_pool(inputs: Inputs, layout: Layout, bounds: Sequence[int]) -> bool:
     return fits and len(bounds) == 2 and "cmp" in inputs.k and len(inputs.k) > 1
 
 
-def pooled(inputs: Inputs, layout: Layout, context: ContextParallel) -> Gathering:
+def compress_of(backend: str, inputs: Inputs) -> Compress:
+    """The compression of the backend that takes this rank's rows: "auto" or one by name."""
+    chosen = choose(inputs).backend if backend == "auto" else get(backend)
+    return chosen.compress or compressed
+
+
+def pooled(
+    inputs: Inputs, layout: Layout, context: ContextParallel, compress: Compress
+) -> Gathering:
     """Make this rank's compressed keys, and values if their branch is computed, and send them.
 
     What is received are those of the tokens up to the end of each chunk.
     """
-    config, phi = inputs.config, inputs.phi
-    chunks = layout.chunks(context.rank)
+    config, chunks = inputs.config, layout.chunks(context.rank)
     xs = [side["cmp"] for side in (inputs.k, inputs.v) if "cmp" in side]
-    keys, *values = _with_next(xs, inputs, layout, context)
+    longer = _with_next(xs, inputs, layout, context)
+    made = []
     with without_autocast(inputs.q.device):
-        tables = [_from(phi, rows.start) for rows in chunks]
-        made = [[compress_keys(x, of, config) for x, of in zip(keys, tables, strict=True)]]
-        made += [[compress_values(x, phi, config) for x in pair] for pair in values]
+        for rows, k, *v in zip(chunks, *longer, strict=True):
+            part = replace(inputs, k={"cmp": k}, v=dict(zip(["cmp"], v, strict=False)))
+            made.append(compress(replace(part, phi=_from(inputs.phi, rows.start))))
     blocks = Layout(layout.padded, layout.ranks, layout.chunk // config.compress_stride)
     ends = tuple(count_compressed(rows.stop, config) for rows in chunks)
-    return Gathering([torch.cat(pair, dim=1) for pair in made], blocks, context, ends)
+    sides = [torch.cat(pair, dim=1) for pair in zip(*made, strict=True) if pair[0] is not None]
+    return Gathering(sides, blocks, context, ends)
 
 
 def _with_next(

@@ -18,6 +18,8 @@ from cases import EVEN, ODD, TINY, Case, draw
 from tiny_models import tiny, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
+from nsa.attention import registry
+from nsa.attention.registry import get
 from nsa.model.llama import LanguageModel
 from nsa.parallel import attention
 from nsa.parallel.attention import context_parallel_attention
@@ -80,7 +82,13 @@ def off(mine, whole):
     return float((mine - whole).abs().max() / whole.abs().max().clamp(min=1))
 
 
-def compared(case: Case, seed: int, context: ContextParallel) -> dict[str, float]:
+def compared(
+    case: Case,
+    seed: int,
+    context: ContextParallel,
+    backend: str = "gather",
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, float]:
     """Error of o and of each gradient of this rank against the definition over all tokens."""
     torch.manual_seed(seed)
     whole = draw(case)
@@ -93,7 +101,7 @@ def compared(case: Case, seed: int, context: ContextParallel) -> dict[str, float
     do = torch.randn_like(o)
     wanted = gradients(o, do, whole.leaves)
 
-    mine = whole.to(torch.float64)
+    mine = whole.to(dtype)
     for name, leaf in mine.leaves.items():
         if name.partition("_")[0] in BY_TOKEN:
             mine.leaves[name] = layout.shard(leaf.detach(), context.rank).requires_grad_()
@@ -102,9 +110,9 @@ def compared(case: Case, seed: int, context: ContextParallel) -> dict[str, float
     args, options = mine.arguments()
     if case.compress_rope:
         tables = whole.arguments()[1]["phi"].rotary  # of all tokens, not of this rank's rows
-        options["phi"] = replace(options["phi"], rotary=tables)
-    own = context_parallel_attention(*args, context, **options, backend="gather")
-    found = gradients(own, layout.shard(do, context.rank), mine.leaves)
+        options["phi"] = replace(options["phi"], rotary=tuple(x.to(dtype) for x in tables))
+    own = context_parallel_attention(*args, context, **options, backend=backend)
+    found = gradients(own, layout.shard(do, context.rank).to(dtype), mine.leaves)
     distances = {"o": off(own, layout.shard(o, context.rank))}
     for name, gradient in found.items():
         if name.partition("_")[0] in BY_TOKEN:
@@ -135,6 +143,18 @@ def cases(first: int, count: int) -> dict[str, dict[str, float]]:
             how = "pooled" if pooled.call_count > before else "gathered"
             found[f"{case} {case.packed} over {cp} by {options}, {how}"] = distances
     return found
+
+
+def interpreted() -> dict[str, dict[str, float]]:
+    """{case: distances in fp32} of the Triton kernels, which also make the compressed keys."""
+    context, of = ContextParallel.over(mesh_of(dist.get_world_size())), get("triton")
+    called = Mock(wraps=of.compress)
+    registry._loaded["triton"] = replace(of, compress=called)
+    found = {}
+    for phi, rotated in (("mean", True), ("mlp", False)):
+        case = Case(32, phi=phi, compress_rope=rotated, shared=True)
+        found[str(case)] = compared(case, 1, context, "triton", torch.float32)
+    return found | {"calls": {"compress": called.call_count}}
 
 
 def said(call) -> str:

@@ -275,5 +275,6 @@ BACKEND = Backend(
     why_not=why_not,
     not_for_auto=not_for_auto,
     fused=fused,
+    compress=compressed,
     first_use=first_use,
 )

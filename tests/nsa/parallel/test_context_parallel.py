@@ -39,6 +39,16 @@ def test_ranks_equal_the_definition_in_fp64_over_200_drawn_cases(tmp_path, count
     check_equal(ranks)
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_backend_that_attends_also_compresses(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for found in ranks_said(2, tmp_path, "interpreted"):
+        assert found.pop("calls")["compress"] == 2 * len(found)  # once a chunk
+        for case, distances in found.items():
+            assert max(distances.values()) <= 2e-5, (case, distances)
+
+
 EQUAL = "need equal sizes and options, and "
 BAD = {
     "other lengths": EQUAL + "q is [1, 16, 4, 16] torch.float64 on rank 0 and [1, 18, 4, 16]",
