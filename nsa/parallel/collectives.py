@@ -129,7 +129,9 @@ class Gathering:
 
     def wait(self) -> tuple[list[Tensor], list[Tensor]]:
         """Receive; see the class."""
-        found = _Finish.apply(self._token, self)
+        # Kept no longer: it leads to the graph, whose nodes hold this object.
+        token, self._token = self._token, None
+        found = _Finish.apply(token, self)
         half = len(self.shapes)
         return list(found[:half]), list(found[half:])
 

@@ -3,6 +3,7 @@
 Leaves FOLDER/rank<r>.pt: what the entry returned.
 """
 
+import gc
 import itertools
 import os
 import queue
@@ -155,6 +156,23 @@ def interpreted() -> dict[str, dict[str, float]]:
         case = Case(32, phi=phi, compress_rope=rotated, shared=True)
         found[str(case)] = compared(case, 1, context, "triton", torch.float32)
     return found | {"calls": {"compress": called.call_count}}
+
+
+def frees() -> dict[str, list[int]]:
+    """{method: bytes of tensors after each of three steps} where no cycle is collected."""
+    found = {}
+    gc.disable()
+    for method, at_once in (("gather", None), ("gather", 1), ("ulysses", None)):
+        model = LanguageModel(tiny().with_(checkpoint="all"))
+        options = {"method": method, "heads_at_once": at_once}
+        model.share_sequences(ContextParallel.over(mesh_of(dist.get_world_size()), **options))
+        held = found[f"{method} {at_once}"] = []
+        for step in range(3):
+            model.zero_grad()
+            model(tokens(1, 32, seed=step), tokens(1, 32, seed=step + 1))[1].backward()
+            held.append(sum(x.nbytes for x in gc.get_objects() if isinstance(x, torch.Tensor)))
+        del model
+    return found
 
 
 def said(call) -> str:

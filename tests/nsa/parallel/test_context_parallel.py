@@ -49,6 +49,15 @@ def test_the_backend_that_attends_also_compresses(tmp_path, monkeypatch):
             assert max(distances.values()) <= 2e-5, (case, distances)
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_step_leaves_nothing_for_the_garbage_collector(tmp_path):
+    """Cycles of the graph and its collectives held each layer's input until they were found."""
+    for said in ranks_said(2, tmp_path, "frees"):
+        for how, held in said.items():
+            assert abs(held[2] - held[1]) < 1024, (how, held)
+
+
 EQUAL = "need equal sizes and options, and "
 BAD = {
     "other lengths": EQUAL + "q is [1, 16, 4, 16] torch.float64 on rank 0 and [1, 18, 4, 16]",
