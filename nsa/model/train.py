@@ -87,8 +87,8 @@ class Trainer:
             model.reset_parameters(config.seed)
         self.model = model.to(self.device)
         if config.compile:  # in place: parameters keep their names, blocks share the code
-            for block in model.blocks:
-                block.compile(fullgraph=True, dynamic=False)
+            for block in model.blocks:  # what is sent within a layer stays eager
+                block.compile(fullgraph=parallel.cp == 1, dynamic=False)
         self._stream = torch.cuda.Stream(self.device) if config.cuda_graph else None
         with on_stream(self._stream):  # DDP's hooks stay on the stream they are made on
             self.wrapped = parallel.wrap(self.model)
@@ -369,12 +369,11 @@ def check_shared(config: TrainConfig, cp: int, multiple: int) -> Layout:
 
     Raises ValueError for too few tokens, and for what sequences on several ranks cannot have.
     """
-    for name in ("compile", "cuda_graph"):
-        if getattr(config, name):
-            raise ValueError(
-                f"{name}=True with cp={cp}: collectives within a layer are not compiled or "
-                f"captured; {name}=False would do"
-            )
+    if config.cuda_graph:
+        raise ValueError(
+            f"cuda_graph=True with cp={cp}: collectives within a layer are not captured; "
+            "cuda_graph=False would do"
+        )
     return layout_of(config.tokens, cp, multiple)
 
 

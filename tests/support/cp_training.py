@@ -24,7 +24,11 @@ WAYS = {
     "ddp accumulated, few scored": ({"kind": "ddp"}, {"accumulate": 2, "lr": 2e-3}, {}),
     "fsdp": ({"kind": "fsdp"}, {}, {"compress_rope": "after", "phi": "mlp"}),
     "fsdp checkpointed, padded": ({"kind": "fsdp"}, {"tokens": 57}, {"checkpoint": "all"}),
-    "fsdp ulysses": ({"kind": "fsdp", "cp_method": "ulysses"}, {}, {"sinks": "learned"}),
+    "fsdp ulysses, compiled": (
+        {"kind": "fsdp", "cp_method": "ulysses"},
+        {},
+        {"sinks": "learned"},
+    ),
     "ddp, one branch": (
         {"kind": "ddp", "find_unused_parameters": True},
         {},
@@ -57,9 +61,10 @@ class Gradients:
 
 
 def trainer_of(name, place):
-    """A trainer of one of WAYS, in fp64, whose batches have 4 rows."""
+    """A trainer of one of WAYS, in fp64, whose batches have 4 rows; one process never compiles."""
     _, train, model = WAYS[name]
     data = (FewScored if "few" in name else Synthetic)(seed=3, vocab=256)
+    train = train | {"compile": "compiled" in name and place.ranks > 1}
     config = TrainConfig(**{"batch": 4, "tokens": 64, "seed": 5, "clip": None} | train)
     made = LanguageModel(tiny(**model)).double()
     return Trainer(made, data, config, parallel=place, observers=[Gradients()])

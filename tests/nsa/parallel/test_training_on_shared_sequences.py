@@ -62,7 +62,7 @@ def test_ranks_of_a_group_have_the_same_rows():
         (lambda: parallel.check("none", cp=2), "cp=2 needs several ranks: parallel='ddp' or"),
         (lambda: parallel.check("ddp", cp=0), "cp=0 must be at least 1"),
         (lambda: parallel.check("ddp", cp_method="ring"), "cp_method='ring' is unknown; known are"),
-        (lambda: check_shared(TrainConfig(1, 64, compile=True), 2, 8), "compile=True with cp=2"),
+        (lambda: check_shared(TrainConfig(1, 64, cuda_graph=True), 2, 8), "cuda_graph=True with c"),
         (lambda: check_shared(TrainConfig(1, 64), 16, 8), "64 tokens are 8 block.s. of 8"),
     ],
 )  # fmt: skip
