@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa.parallel.mesh import METHODS
-from whyhung.process.ranks import run_ranks
 from workbook.lab.measure.shapes import Shape, count
-from workbook.rooms.long_context.cells import ENTRY, Cell, cells_of
+from workbook.rooms.long_context.cells import Cell, cells_of, launch
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,13 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"long_context: {error}", file=sys.stderr)
         return 2
     given.out.mkdir(parents=True, exist_ok=True)
-    file = (given.out / "rows.jsonl").resolve()
-    file.unlink(missing_ok=True)
-    spec = {"cells": [cell.to_dict() for cell in cells], "device": given.device}
-    spec |= {"backend": given.backend, "equal_up_to": given.equal_up_to, "file": str(file)}
-    found = run_ranks(
-        ENTRY, spec, ranks=given.ranks, deadline_s=given.deadline, folder=given.out / "ranks"
-    )
+    file = given.out / "rows.jsonl"
+    options = {"device": given.device, "backend": given.backend, "equal_up_to": given.equal_up_to}
+    options |= {"deadline_s": given.deadline, "folder": given.out / "ranks", "ranks": given.ranks}
+    found = launch(cells, file, **options)
     rows = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     for row in map(json.loads, rows):
         print(told(row))

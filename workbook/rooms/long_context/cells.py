@@ -3,6 +3,7 @@ those that one of them holds."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from nsa.blocks import count_compressed, count_selectable
 from nsa.parallel.mesh import METHODS
 from nsa.spelling import choice
+from whyhung.process.ranks import run_ranks
 from workbook.lab.measure.shapes import Shape
 
 ENTRY = "workbook.rooms.long_context.child:measure_rank"  # of each rank
@@ -106,6 +108,26 @@ def cells_of(
                 held = heads_at_once if count > 1 and method == "gather" else None
                 found.append(Cell(shape, count, method, held))
     return found
+
+
+def launch(
+    cells: Sequence[Cell],
+    file: Path,
+    *,
+    device: str,
+    backend: str,
+    equal_up_to: int,
+    deadline_s: float,
+    folder: Path,
+    ranks: int | None = None,
+) -> list[dict[str, Any]]:
+    """Measure cells in one launch, of the largest one's ranks by default; rank 0 appends a row for
+    each to the file, which is made anew. Returns how each rank ended, see `run_ranks`."""
+    file.unlink(missing_ok=True)
+    spec = {"cells": [cell.to_dict() for cell in cells], "device": device, "backend": backend}
+    spec |= {"equal_up_to": equal_up_to, "file": str(file.resolve())}
+    count = ranks or max(cell.ranks for cell in cells)
+    return run_ranks(ENTRY, spec, ranks=count, deadline_s=deadline_s, folder=folder)
 
 
 def rank_bytes(cell: Cell) -> dict[str, int]:

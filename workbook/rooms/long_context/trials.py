@@ -10,9 +10,8 @@ from typing import Any
 from nsa.config import NSAConfig
 from nsa.parallel.mesh import METHODS
 from nsa.spelling import choice
-from whyhung.process.ranks import run_ranks
 from workbook.lab.measure.shapes import TINY_CONFIG, Shape
-from workbook.rooms.long_context.cells import ENTRY, Cell, cells_of, estimate_mib
+from workbook.rooms.long_context.cells import Cell, cells_of, estimate_mib, launch
 from workbook.runs import measured, metrics
 from workbook.runs.measured import FILE, read, write
 
@@ -62,12 +61,10 @@ def measure(
     """
     with tempfile.TemporaryDirectory() as made:
         place = Path(folder or made)
-        file = (place / FILE).resolve()
-        file.unlink(missing_ok=True)
-        spec = {"cells": [cell.to_dict() for cell in chosen], "device": device, "backend": backend}
-        spec |= {"equal_up_to": equal_up_to, "file": str(file)}
-        ranks = max(cell.ranks for cell in chosen)
-        ended = run_ranks(ENTRY, spec, ranks=ranks, deadline_s=deadline_s, folder=place / "ranks")
+        file = place / FILE
+        options = {"device": device, "backend": backend, "equal_up_to": equal_up_to}
+        options |= {"deadline_s": deadline_s, "folder": place / "ranks"}
+        ended = launch(chosen, file, **options)
         found = {json.dumps(r["cell"]): r for r in (read([str(file)]) if file.is_file() else ())}
     failed = sorted((one for one in ended if one["status"] != "ok"), key=lambda x: not x["first"])
     rows = []

@@ -178,7 +178,7 @@ def test_a_launch_that_ends_early_keeps_its_rows(tmp_path, monkeypatch):
         late = {"rank": 1, "status": "timeout", "message": "late", "first": True}
         return [late | {"rank": 0, "status": "ended", "first": False}, late]
 
-    monkeypatch.setattr(trials, "run_ranks", launch)
+    monkeypatch.setattr("workbook.rooms.long_context.cells.run_ranks", launch)
     given = {"device": "cpu", "deadline_s": 1.0, "equal_up_to": 0}
     found = trials.measure(chosen, **given, folder=tmp_path)
     assert [one["outcome"] for one in found] == ["ok", "timeout", "not run"]
