@@ -41,8 +41,6 @@ LONG_TESTS = {
     "tests/nsa/model/test_model_cache.py",
     "tests/nsa/reference/test_reference.py",
     "tests/support/gluon_emulator.py",
-    "tests/support/verdict_cases.py",
-    "tests/workbook/runs/test_store.py",
 }
 THIN, THIN_FILES = 40, 32  # files with fewer lines, `__init__` aside, and how many there may be
 
