@@ -170,13 +170,24 @@ def test_attention_model_and_command_line_load_with_torch_alone():
     assert heavy_imports(ROOT) == []
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """The packages, to plant an import in."""
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    root = tmp_path_factory.mktemp("packages")
     for name in PACKAGES:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    return tmp_path
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+@pytest.fixture
+def copy(packages):
+    """The packages, to plant an import in `copy / where`; whole again afterwards."""
+    before = {file: file.read_bytes() for file in packages.rglob("*.py")}
+    yield packages
+    for file in packages.rglob("*.py"):
+        if file not in before:
+            file.unlink()
+        elif file.read_bytes() != before[file]:
+            file.write_bytes(before[file])
 
 
 def plant(file: Path, line: str) -> None:

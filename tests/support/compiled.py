@@ -331,13 +331,13 @@ if __name__ == "__main__":
     else:
         # What is otherwise in long sequences is so whatever the call has beside them.
         lengths = TOKENS if (shape, kind) == ("main", "dense") else TOKENS[:1]
-        lengths = (1, 70) if kind == "odd" else lengths
+        lengths = {"one": (1,), "odd": (70,)}.get(kind, lengths)
         for tokens in lengths:
-            options = kind == "odd" and tokens > 1, sinks, "offset" in kind
+            options = kind == "odd", sinks, "offset" in kind
             reach(shape, tokens, "packed" in kind, *options)
     if shape == "main" and kind in ("dense", "sinks", "packed-sinks"):
         reach_decode(shape, TOKENS[-1], int(target), sinks=sinks)
     if (shape, kind) == ("main", "dense"):
         reach_decode("six", 2944, int(target), FEW)
-    compiled = [facts(*found, kind in ("odd", "one-key")) for found in binaries.values()]
+    compiled = [facts(*found, kind in ("one", "odd", "one-key")) for found in binaries.values()]
     print(json.dumps({"compiled": compiled, "kernels": kernels()}))

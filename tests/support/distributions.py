@@ -1,27 +1,15 @@
-"""Accuracy that each distribution of `drawn_inputs` costs, against plain torch.
+"""Accuracy that each distribution of `drawn_inputs` costs, against plain torch."""
 
-A program too, for a machine with a GPU and without pytest:
-
-    PYTHONPATH=. python tests/support/distributions.py --out DIR
-
-prints the error of o and of each gradient in units of plain torch's and writes them as JSON.
-"""
-
-import argparse
-import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from drawn_inputs import DISTRIBUTIONS, DTYPES, Distribution, Inputs, Setting, by_name
 from torch import Tensor
 
 from nsa.attention.api import nsa_attention
-from nsa.config import NSAConfig
 from nsa.reference.nsa import nsa
 from workbook.lab.measure.accuracy import AccuracyError, hold
 
@@ -183,38 +171,18 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
 
 
-def measure(
-    distribution: Distribution, setting: Setting, device: str, kinds: tuple[str, ...]
-) -> list[dict]:
-    """One record for each kind of kernels, on the same inputs.
-
-    Each is judged with the selection that the first made itself, by the path that users take; where
-    another kind's own differs, as near ties may, it is handed the first one's.
-    """
+def measure(distribution: Distribution, setting: Setting, device: str, kind: str) -> dict:
+    """Errors of the kernels with the selection that they made themselves, and if bits repeat."""
     inputs, dtype = distribution.draw(setting, device), DTYPES[setting.dtype]
-    records, blocks, exact, plain = [], None, None, None
-    for kind in kinds:
-        began = time.perf_counter()
-        with kernels(kind):
-            got = by_backend("triton", inputs, dtype)
-            agrees = blocks is None or torch.equal(got.blocks, blocks)
-            if not agrees:
-                got = by_backend("triton", inputs, dtype, blocks)
-            again = by_backend("triton", inputs, dtype, None if agrees else blocks)
-        if blocks is None:
-            blocks = got.blocks
-            exact, plain = exact_and_plain(inputs, blocks, "gather")
-        record = {
-            "distribution": distribution.name, "late": distribution.late, "kernels": kind,
-            "setting": asdict(setting), "same_selection": agrees,
-            "repeats": same_bits(got.tensors, again.tensors), "errors": {}, "skipped": "",
-        }  # fmt: skip
-        if beyond := overflows(exact, dtype):
-            record["skipped"] = f"{', '.join(beyond)} beyond {setting.dtype}"
-        else:
-            record["errors"] = judged(got.tensors, plain, exact, dtype)
-        records.append(record | {"seconds": round(time.perf_counter() - began, 2)})
-    return records
+    with kernels(kind):
+        got, again = (by_backend("triton", inputs, dtype) for _ in range(2))
+    exact, plain = exact_and_plain(inputs, got.blocks, "gather")
+    record = {"repeats": same_bits(got.tensors, again.tensors), "errors": {}, "skipped": ""}
+    if beyond := overflows(exact, dtype):
+        record["skipped"] = f"{', '.join(beyond)} beyond {setting.dtype}"
+    else:
+        record["errors"] = judged(got.tensors, plain, exact, dtype)
+    return record
 
 
 SHORT = ["v+3", "v+30", "all+10"]
@@ -228,75 +196,10 @@ GROUPS = [
 ]  # fmt: skip
 
 
-def plan(every: bool) -> list[tuple[Distribution, Setting]]:
+def plan() -> list[tuple[Distribution, Setting]]:
     """Cases to be measured: every distribution at MAIN and LENGTHS, some at the others."""
     some = [x for x in DISTRIBUTIONS if x.late or x.name in [*SHORT, "white", "v+1", "v+10"]]
     few = [by_name(name) for name in ("white", *SHORT)]
-    if every:
-        some = few = DISTRIBUTIONS
     grid = [(MAIN, DISTRIBUTIONS), (LENGTHS, DISTRIBUTIONS), (CROSSED, some)]
     grid += [(GROUPS, few), (LONG, few)]
     return [(d, setting) for settings, found in grid for setting in settings for d in found]
-
-
-NAMES = "o", "dq", "dk", "dv", "dgates"
-
-
-def line(record: dict) -> str:
-    """A record as a line of the table: of one k and v a branch, the worst."""
-    setting = Setting(**record["setting"] | {"config": NSAConfig(**record["setting"]["config"])})
-    head = f"{record['distribution']:<25}{setting!s:<29}{record['kernels']:<7}"
-    if record["skipped"]:
-        return f"{head} {record['skipped']}"
-    cells = []
-    for name in NAMES:
-        parts = [x for n, x in record["errors"].items() if n.split("_")[0] == name]
-        worst = max(parts, key=lambda x: x["ratio"])
-        cells.append(f"{worst['ratio']:7.2f}{'!' if any(x['broken'] for x in parts) else ' '}")
-    notes = "" if record["repeats"] else " bits differ"
-    return head + "".join(cells) + notes
-
-
-def main() -> int:
-    """Measures, prints and writes; 1 where the rule is broken or bits are not repeated."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder for distributions.json")
-    parser.add_argument("--every", action="store_true", help="every distribution at every setting")
-    parser.add_argument("--seconds", type=float, default=220, help="no new one is begun after that")
-    parser.add_argument("--only", default="", help="distributions with this in their name")
-    parser.add_argument("--kernels", nargs="+", default=["triton", "warps"])
-    options = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    began, records, todo = time.perf_counter(), [], plan(options.every)
-    todo = [pair for pair in todo if options.only in pair[0].name]
-    print(f"{'':61}" + "".join(f"{name:>7} " for name in NAMES))
-    left = 0
-    for distribution, setting in todo:
-        if time.perf_counter() - began > options.seconds:
-            left += 1
-            continue
-        # fp32 has no specialized warps.
-        kinds = tuple(options.kernels[:1] if setting.dtype == "fp32" else options.kernels)
-        for record in measure(distribution, setting, "cuda", kinds):
-            records.append(record)
-            print(line(record), flush=True)
-    broken = [r for r in records if any(x["broken"] for x in r["errors"].values())]
-    for record in broken:
-        for error in record["errors"].values():
-            if error["broken"]:
-                print(f"broken: {record['distribution']}, {record['kernels']}: {error['broken']}")
-    unsteady = sum(not r["repeats"] for r in records)
-    print(f"{len(records)} records in {time.perf_counter() - began:.0f} s: {len(broken)} break the")
-    print(f"accuracy rule ({sum(r['late'] for r in broken)} of them late distributions),")
-    print(f"{unsteady} do not repeat their bits; {left} of {len(todo)} were not begun for time")
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        device = torch.cuda.get_device_name()
-        about = {"device": device, "torch": torch.__version__, "not_begun": left}
-        text = json.dumps(about | {"records": records}, indent=1)
-        (options.out / "distributions.json").write_text(text + "\n")
-    return int(bool(broken or unsteady))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -128,14 +128,6 @@ def legal(seed: int, count: int, forms: int = 36) -> list[Shape]:
     return shapes
 
 
-def tiny(seed: int, count: int) -> list[Shape]:
-    """Legal shapes that an interpreter can do."""
-    rng = random.Random(seed)
-    forms = [Form(d, v, g, t, TINY) for d, v, g, t in ((16, 24, 1, "fp32"), (24, 16, 2, "fp16"))]
-    shapes = (_shape(rng, forms[number % 2], number, most=14) for number in range(count))
-    return [replace(shape, kv_heads=1, batch=1, phi="mean") for shape in shapes]
-
-
 def _form(rng: random.Random) -> Form:
     dim = rng.choice(DIMS)
     value_dim = rng.choice([dim, dim, 16, 32, rng.choice(DIMS), rng.choice(DIMS)])

@@ -31,7 +31,6 @@ CASES = {
     "steps": [("model", "auto", "mlp", "aot_eager")],
     "generated": [("layer", "auto", "mean", "inductor")],
     "exported": [
-        ("layer", "auto", "mean", ""),
         ("model", "auto", "linear", ""),
         ("model", "gather", "mlp", ""),
     ],

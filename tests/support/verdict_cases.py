@@ -75,12 +75,8 @@ ENDED = cases({
     "CRASH:KeyError": {"an exception": ended("exception", 1, "KeyError", "'x'")},
     "CRASH:exit 0": {"an early exit": ended("exit", 0, "", "exited with 0")},
     "CRASH:early-return": {"an early return": ended("returned", 0, losses=[1.0, 1.0])},
-    "INCONCLUSIVE:tool-crash": {
-        "a debug mode that crashes": segfault(**debugged("DETAIL")),
-    },
-    "CRASH:SIGSEGV": {
-        "the same signal without it": segfault(**debugged("INFO")),
-    },
+    "INCONCLUSIVE:tool-crash": {"a debug mode that crashes": segfault(**debugged("DETAIL"))},
+    "CRASH:SIGSEGV": {"the same signal without it": segfault(**debugged("INFO"))},
     "CRASH:SIGABRT": {"an abort": ended("signal", -6, "SIGABRT")},
     "INCONCLUSIVE:stopped-early": {
         "its caller stopped it": ended("stopped by the supervisor", -15, "caller", seconds=9),
@@ -112,9 +108,7 @@ ALIVE = cases({
             trial([Sample(t, 0, P(), 0, t, "R") for t in range(20)], began_s=None),
         "no sample at all": trial(),
     },
-    "INCONCLUSIVE:too-short": {
-        "too short to see it move": trial(resting(0, 2, at=P())),
-    },
+    "INCONCLUSIVE:too-short": {"too short to see it move": trial(resting(0, 2, at=P()))},
 })  # fmt: skip
 
 OTHERS = ((1, 0),)  # any other thread of process 1
@@ -275,9 +269,7 @@ NEAR = cases({
         "somebody else's": still(process(thread(wait=Wait("file lock", "held", outside=True)))),
     },
     "STALLED:timer": {"a sleep of days": still(each=[[sleeping(1e6 - n)] for n in range(4)])},
-    "STALLED:polling": {
-        "it looks for something twice a second": still(sleeping(0.5)),
-    },
+    "STALLED:polling": {"it looks for something twice a second": still(sleeping(0.5))},
     "STALLED:loop": {
         "a loop that asks for what nobody changes":
             still(each=[[process(thread(visible="~", frames=[f"{TRAIN}:{31 + n % 2} never_ends"]))]
@@ -288,9 +280,7 @@ NEAR = cases({
             still(process(thread(frames=["/x/torch/cuda/streams.py:9 synchronize", *SPIN])),
                   cpu=1.0, gpu=0.0, each_cpu_s=0.9),
     },
-    "STALLED:other": {
-        "nobody may look": still(process(thread(state="S", frames=()))),
-    },
+    "STALLED:other": {"nobody may look": still(process(thread(state="S", frames=())))},
     "INCONCLUSIVE:few-looks": {
         "two looks only": still(process(thread(wait=LOCKED)), count=2),
         "another host, for 12 s": still(process(thread(wait=SOCKET)), seconds=12.0),

@@ -192,9 +192,10 @@ def ran(program, form, folder, seconds):
 
 CPU = [(program, form) for program in chosen("cpu") for form in program.runs]
 HEALTHY = chosen("cpu", kind="healthy")
-# One of each verdict that is due, and one in four of those that are healthy: all others are `long`.
+# One of each verdict that is due, and one in eight of those that are healthy: all others are
+# `long`.
 SOONER = {one.due[0]: one for one in reversed(chosen("cpu", kind="hang"))}.values()
-SOONER = {(one.name, one.runs[0]) for one in (*SOONER, *HEALTHY[::4])}
+SOONER = {(one.name, one.runs[0]) for one in (*SOONER, *HEALTHY[::8])}
 
 
 @pytest.mark.slow

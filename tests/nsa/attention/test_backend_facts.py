@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from importlib import import_module
-from itertools import product
 
 import pytest
 import torch
@@ -245,20 +244,6 @@ def test_non_contiguous_and_expanded_inputs_work(backend):
     want = nsa_attention(q, keys.contiguous(), *rest, backend=backend)
     q2 = q.transpose(1, 2).contiguous().transpose(1, 2)
     torch.testing.assert_close(nsa_attention(q2, keys, *rest, backend=backend), want)
-
-
-@pytest.mark.parametrize("config", [TINY, SMALL, NSAConfig(16, 8, 200, 3, window=9)])
-def test_flex_visits_every_tile_that_holds_a_selected_key(config):
-    drawn = draw(Case(700, config=config))
-    args, kwargs = drawn.arguments()
-    blocks = nsa(*args, **kwargs).blocks
-    tiles = selection_tiles(blocks, 700, config.select_block)
-    for t, h in product(range(0, 700, 13), range(2)):
-        for j in (j for j in blocks[0, t, h].tolist() if j >= 0):
-            for key in (j * config.select_block, min((j + 1) * config.select_block - 1, t)):
-                assert tiles[0, h, t // 128, key // 128]
-    columns = torch.arange(tiles.shape[-1])
-    assert not tiles[..., columns > torch.arange(tiles.shape[-2])[:, None]].any()
 
 
 def test_auto_takes_the_first_that_can_and_says_why_the_others_declined():

@@ -94,14 +94,14 @@ OFF = {"sink token": 14.0, "all+30": 3.0, "all+10": 2.5}
     ("distribution", "setting"),
     [
         pytest.param(d, s, id=f"{d.name}-{s}", marks=[pytest.mark.slow] * (s in LONG))
-        for d, s in plan(every=False)
+        for d, s in plan()
     ],
 )
 def test_kernels_take_every_distribution(distribution, setting, kind, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     if kind == "warps" and setting.dtype == "fp32":
         pytest.skip("specialized warps take 16 bits")
-    (record,) = measure(distribution, setting, "cuda", (kind,))
+    record = measure(distribution, setting, "cuda", kind)
     torch.cuda.empty_cache()
     assert record["repeats"], "the same inputs give other bits"
     most = OFF.get(distribution.name, 0.0)

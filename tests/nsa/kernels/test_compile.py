@@ -77,8 +77,9 @@ def test_an_address_made_of_one_register_twice_is_found():
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_one_token_and_odd_rows_make_no_address_of_one_register_twice():
-    found = compiled(90, "thin", "odd")["compiled"]
+@pytest.mark.parametrize("kind", ["one", pytest.param("odd", marks=pytest.mark.long)])
+def test_one_token_and_odd_rows_make_no_address_of_one_register_twice(kind):
+    found = compiled(90, "thin", kind)["compiled"]
     wrong = [x for x in found if x["crossed"] or x["dropped"]]
     assert found and not wrong, said(wrong)
 

@@ -90,25 +90,27 @@ if DEVICE == "cuda":  # what only tensor cores and TMA show
     ]
 
 
-@pytest.fixture(params=["one size", "both sizes"])
-def sizes(request, monkeypatch):
-    """Short sequences are left to large tiles; with "both sizes" kernels choose all the same."""
-    if request.param == "both sizes":
-        monkeypatch.setattr(Plan, "always_large", lambda *_: False)
+HALF = [
+    pytest.param(x, id=str(x), marks=[pytest.mark.long] * (DEVICE == "cpu" and i % 2))
+    for i, x in enumerate(CASES)
+]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward_and_gradients_are_as_accurate_as_torch(case, sizes):
+@pytest.mark.parametrize("case", HALF)
+def test_short_sequences_are_left_to_large_tiles_as_accurate_as_torch(case):
     check(case)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(x, marks=[pytest.mark.long] * (i % 2)) for i, x in enumerate(CASES)],
-    ids=str,
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_gradients_are_as_accurate_as_torch(case, monkeypatch):
+    monkeypatch.setattr(Plan, "always_large", lambda *_: False)  # tiles of both sizes
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", HALF)
 def test_keys_as_rows_are_as_accurate_as_torch(case):
     keys = min(64, power_of_two(case.select_block))
     turned = {size: Tile(16, keys, 4, 2, turned=True) for size in SIZES}
@@ -203,7 +205,7 @@ def test_the_size_of_the_first_tile_does_not_hinge_on_later_tokens():
 
 
 def test_the_first_tile_of_each_sequence_is_large_whatever_those_before_it_select(monkeypatch):
-    monkeypatch.setattr(Plan, "always_large", lambda *_: False)
+    monkeypatch.setattr(Plan, "always_large", lambda *_: False)  # tiles of both sizes
     every = selected_fwd.launches
     monkeypatch.setattr(
         selected_fwd, "launches", lambda *a: [one for one in every(*a) if not one.walk.large]

@@ -1,16 +1,17 @@
-"""The program that draws shapes: a short form of it on a GPU, and what it must catch anywhere."""
+"""Drawn shapes on a GPU, and what their judge must catch anywhere."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 import shapes
 import torch
 from backend_calls import DEVICE
-from shape_draws import BRANCHES, Form, Shape, legal, tiny
+from shape_draws import BRANCHES, Form, Shape, legal
 
 from nsa.config import NSAConfig
+from whyhung.process.trial import run_child
+from workbook.lab.sweep import measure
 
 TINY = NSAConfig(compress_block=4, compress_stride=2, select_block=8, select_count=4, window=6)
 SMALL = Shape(Form(16, 24, 1, "fp32", TINY), 5)
@@ -18,10 +19,17 @@ SMALL = Shape(Form(16, 24, 1, "fp32", TINY), 5)
 
 @pytest.mark.gpu
 @pytest.mark.processes
-def test_a_dozen_drawn_shapes_are_right():
-    records = shapes.run(legal(7, 12, forms=8), processes=4, device="cuda")
-    bad = [record for record in records if record["outcome"] != "ok"]
-    assert not bad, json.dumps(bad, indent=1)
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.long)])
+def test_drawn_shapes_are_right(count):
+    drawn = legal(7, count, forms=max(8, min(36, count // 4)))
+    parts = [[shape.to_dict() for shape in drawn[first::4]] for first in range(4)]
+
+    def spec(part, share_s):
+        return {"shapes": part, "device": "cuda"}
+
+    ended = measure("shapes:in_turn", parts, spec, deadline_s=850, workers=4, progress=False)
+    bad = [one.result["bad"] if one.status == "ok" else one for one in ended]
+    assert not any(bad), bad
 
 
 def test_what_is_drawn_is_of_every_kind():
@@ -47,12 +55,6 @@ def test_a_layout_changes_where_tensors_lie_and_not_what_they_hold(layout):
         assert torch.equal(x, other[name])
     q = other["q"]
     assert not q.is_contiguous() or q.data_ptr() % 8
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="interpreted")
-def test_a_shape_that_is_right_is_ok():
-    record = shapes.one(SMALL, "cpu")
-    assert record["outcome"] == "ok" and set(record["ratios"]) == {"o", "dq", "dk", "dv", "dgates"}
 
 
 def zero_gradient(found):
@@ -88,38 +90,14 @@ def test_a_planted_fault_is_named(fault, monkeypatch):
     assert record["outcome"] == outcome and said in record["why"]
 
 
-# Stands in for a sanitizer: it runs the command that follows, and has two shapes go wrong.
-PREFIX = """
-import os, runpy, sys
-sys.argv = sys.argv[2:]
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-import shape_draws
-plain = shape_draws.Shape.draw
-def draw(shape, device):
-    if shape.seed == 1:
-        os.abort()
-    if shape.seed == 2:
-        print("========= Invalid __shared__ read of size 512 bytes", flush=True)
-    return plain(shape, device)
-shape_draws.Shape.draw = draw
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 @pytest.mark.skipif(DEVICE != "cpu", reason="interpreted")
 @pytest.mark.processes
 @pytest.mark.full
-def test_a_shape_that_kills_its_process_is_named_and_the_others_go_on():
-    given = [replace(SMALL, seed=seed) for seed in range(4)]
-    prefix = sys.executable, "-c", PREFIX
-    records = shapes.run(given, processes=1, device="cpu", mode="launch", prefix=prefix)
-    assert [record["outcome"] for record in records] == ["ok", "died", "died", "ok"]
-    assert "exit code -6" in records[1]["why"] and "Invalid __shared__" in records[2]["why"]
-
-
-def test_shapes_past_the_time_are_said_to_be_not_run():
-    records = shapes.run(tiny(1, 2), processes=1, device="cpu", until=0)
-    assert [record["outcome"] for record in records] == ["not run"] * 2
+def test_shapes_are_judged_in_a_process_that_names_them(tmp_path):
+    spec = {"shapes": [SMALL.to_dict()], "device": "cpu"}
+    ended = run_child("shapes:in_turn", spec, deadline_s=300, folder=tmp_path)
+    assert ended.status == "ok" and ended.result == {"bad": []}
+    assert str(SMALL) in (tmp_path / "stderr.txt").read_text()
 
 
 def test_what_no_kernel_takes_is_declined_by_name_before_a_launch():

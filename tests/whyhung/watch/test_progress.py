@@ -261,7 +261,7 @@ def test_counting_costs_less_than_a_tenth_of_a_step_on_a_cpu(tmp_path):
     medians = []
     while len(medians) < 3 and min(medians, default=2.0) >= 1.10:
         ratios = []
-        for i in range(12):
+        for i in range(8):
             seconds = {}
             for counted in (False, True) if i % 2 else (True, False):
                 counters = Progress(tmp_path / "p.bin")
@@ -273,5 +273,5 @@ def test_counting_costs_less_than_a_tenth_of_a_step_on_a_cpu(tmp_path):
                 seconds[counted] = time.process_time() - begun
                 counters.close()
             ratios.append(seconds[True] / seconds[False])
-        medians.append(sorted(ratios)[6])
+        medians.append(sorted(ratios)[4])
     assert min(medians) < 1.10, f"{medians} of a plain step"

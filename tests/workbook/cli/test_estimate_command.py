@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass, replace
 
 import pytest
-from processes import printed_by
 
 from nsa.model.presets import preset
 from nsa.model.train_config import TrainConfig
@@ -166,26 +165,3 @@ def test_a_calibrated_gpu_is_a_line_of_the_table():
 def test_a_gpu_is_read_in_a_child():
     gpu = calibrate.calibrated()
     assert gpu.measured and gpu.resident > 8 * MIB and gpu.context > 100 * MIB
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["estimate", "preset=nosuch"],
-        ["estimate", "tokens=abc"],
-        ["estimate", "backend=nosuch"],
-        ["estimate", "--gpu", "nosuch"],
-        ["trial", "tokens=abc"],
-        ["trial", "nosuch=1"],
-        ["trial", "backend=nosuch"],
-        ["train", "--preset", "nosuch"],
-        ["train", "--set", "layers=ten"],
-        ["train", "--set", "backend=nosuch"],
-    ],
-    ids=" ".join,
-)
-def test_a_bad_value_is_refused_before_torch_is_loaded(words):
-    code = "import sys\nfrom workbook.cli.main import main\n"
-    code += f"print(main({words!r}), 'torch' in sys.modules)"
-    assert printed_by(code).split() == ["2", "False"]

@@ -1,4 +1,3 @@
-import json
 import shutil
 import signal
 import subprocess
@@ -222,23 +221,6 @@ def test_a_hang_is_reported_at_once_and_ctrl_c_keeps_its_page(tmp_path):
     assert trial.returncode == 1 and printed.startswith("HANG:lock  trial ")
     again = subprocess.run([*command[:3], "explain", "latest"], capture_output=True, **how)
     assert "Who waits for whom" in again.stdout and "train.py:3" in again.stdout
-
-
-@pytest.mark.processes
-@pytest.mark.full
-def test_a_real_bisection_finds_the_pair_that_breaks_a_strangers_step(tmp_path):
-    (tmp_path / "plan.yaml").write_text(PLAN + "steps: 2\n")
-    command = [sys.executable, "-m", "nsa", "bisect", "plan.yaml"]
-    environment = environment_with_package() | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "is caused by cache=true with fast=true" in done.stdout
-    verdicts = [json.loads(path.read_text())["kind"] for path in tmp_path.glob("*/*/verdict.json")]
-    # a trial whose source changes while it runs is INCONCLUSIVE, and run once more
-    judged = sorted(kind for kind in verdicts if kind != "INCONCLUSIVE")
-    assert judged == ["CRASH", "PASS", "PASS", "PASS"]
 
 
 @pytest.mark.processes

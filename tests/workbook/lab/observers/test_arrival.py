@@ -86,16 +86,6 @@ def test_a_gradient_that_is_tiny_or_not_finite_is_not_zero(factor):
     assert column(rows, "largest")["c"] == pytest.approx(factor, nan_ok=True)
 
 
-def test_a_branch_that_is_not_used_is_named_before_the_first_backward():
-    with pytest.warns(RuntimeWarning, match="does not reach 16 parameter"):
-        arrival, _ = trained(steps=2, model={"force_branch": "win"})
-    states = column(arrival.rows(), "state")
-    missing = {name for name, state in states.items() if state == "missing"}
-    assert missing == set(arrival.unreachable)
-    assert "blocks.0.attention.cmp.k_proj.weight" in missing
-    assert "blocks.0.attention.win.k_proj.weight" not in missing
-
-
 def test_what_is_unreachable_is_known_when_the_backward_starts():
     model = Parts(b=detach)
     arrival = GradientArrival(model)

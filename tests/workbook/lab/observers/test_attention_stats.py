@@ -182,11 +182,6 @@ def test_every_layer_of_an_observed_step_is_a_row():
     assert rows[0] != rows[1]
 
 
-def test_the_input_is_that_of_the_step():
-    rows, inputs = trained()
-    assert [values(rows[0])] == inputs
-
-
 @pytest.mark.parametrize("changes", [{"checkpoint": "all"}, {"checkpoint": "0:1"}])
 def test_a_recomputed_layer_is_looked_at_once(changes):
     assert trained(steps=2)[0] == trained(steps=2, model=changes)[0]

@@ -82,7 +82,7 @@ def test_a_run_takes_over_what_an_earlier_run_of_the_same_command_finished(made_
     assert trials.adopt(plan, Ledger(tmp_path / "scratch/trials/ab"), tmp_path / "scratch") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_run_that_is_interrupted_goes_on_by_the_same_command(tmp_path):
     pytest.importorskip("papermill")

@@ -125,7 +125,10 @@ def plain_picture_s() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("view", ["keys seen", "selection", "gates"])
+@pytest.mark.parametrize(
+    "view",
+    ["selection", *(pytest.param(x, marks=pytest.mark.long) for x in ("keys seen", "gates"))],
+)
 def test_a_picture_follows_a_slider_within_150_ms_of_this_processes_time(view, tokens=4096):
     """Not judged where a plain picture takes so long that a miss would tell of the machine."""
     live = LivePanel(panels.definition("production", tokens))
