@@ -34,6 +34,7 @@ COVERS = {
         "tests/workbook/rooms/explore/test_explore_browser.py",
         "tests/support/jupyter.py",
         "tests/workbook/runs/site/*.py",
+        f"{NAMES}runs/**",
     ),
     "freeze": (
         "workbook/rooms/**",

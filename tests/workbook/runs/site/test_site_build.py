@@ -1,7 +1,6 @@
 """The site, built by Sphinx and looked at in a real browser that reaches no host."""
 
 import http.server
-import os
 import re
 import shutil
 import threading
@@ -18,7 +17,6 @@ from workbook.runs.site import build
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.environment(of="browser")]
 pytest.importorskip("myst_nb", reason="needs the extra `site`")
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 PNG = "iVBORw0KGgo="
 
 
@@ -82,42 +80,6 @@ def site(root, tmp_path_factory):
     assert made.runs == made.written == 5
     assert made.warnings == ()
     return to
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    if not CHROMIUM:
-        pytest.skip("needs chromium; name it by the variable CHROMIUM")
-    alone = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=alone)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def visit(browser, site):
-    """Opens a page of the site; what it asked other hosts for, and its errors, are kept with it."""
-    contexts = []
-
-    def visit(path, width=1280, scheme="light", base=site):
-        context = browser.new_context(
-            viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce"
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.asked, page.errors = [], []
-        page.on("request", lambda r: page.asked.append(r.url))
-        page.on("console", lambda m: page.errors.append(m.text) if m.type == "error" else None)
-        page.on("pageerror", lambda error: page.errors.append(str(error)))
-        page.goto(f"file://{base}/{path}")
-        page.wait_for_load_state("networkidle")
-        return page
-
-    yield visit
-    for context in contexts:
-        context.close()
 
 
 def foreign(page):
@@ -288,7 +250,7 @@ def test_a_comparison_shows_what_differs_and_its_spread(visit):
     page.wait_for_selector(".fairness")
     assert "a fair comparison" in page.locator(".fairness").inner_text()
     assert "tokens\t512\t1024" in page.locator(".result table").first.inner_text()
-    line = page.locator("tr", has_text="triton, forward").filter(has_text="32768").inner_text()
+    line = page.locator("tr", has_text="triton, forward").filter(has_text="32k").inner_text()
     assert "12 (10.8 to 13.2)" in line and "6 (5.4 to 6.6)" in line
     assert "0.5 beyond the spread" in line
     assert page.locator("figure svg[role=img] path.line").count() == 4
