@@ -35,8 +35,8 @@ def visit(browser, site):
         page.on("request", lambda r: page.asked.append(r.url))
         page.on("console", lambda m: page.errors.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda error: page.errors.append(str(error)))
-        page.goto(f"file://{base}/{path}")
-        page.wait_for_load_state("networkidle")
+        page.set_default_timeout(240_000)  # on a busy machine a page takes its time
+        page.goto(f"file://{base}/{path}")  # until all that it asks for is loaded
         return page
 
     yield visit
