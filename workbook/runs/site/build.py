@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ from workbook.runs.files import write_atomically
 from workbook.runs.site import answers, data, fits, pages
 
 HERE = Path(__file__).parent
-WORK = ".build"  # in the site's folder: sources, caches of Sphinx and of this module, a lock
+WORK = ".build"  # in the site's folder: a lock and, packed, the sources and Sphinx's cache
+KEPT, OPEN = "cache.tar.gz", "open"  # in WORK; unpacked, they are as large as the site's pages
 NEEDED = ("sphinx", "myst_nb", "sphinx_book_theme")
 RUN = re.compile(r"\]\((?:\.\./)?runs/(\d{4}-\d\d-\d\d/[\w.-]+)(?:/[\w./-]*)?\)")
 ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://|#|mailto:)([^)\s]+)\)")
@@ -61,8 +64,8 @@ def build(
     if docs is None:  # beside an installed package `docs` could belong to anyone
         top = environment.PACKAGE.parent
         docs = top / "docs" if (top / "pyproject.toml").is_file() else to / WORK / "no docs"
-    work = to / WORK
-    with _alone(work):
+    with _alone(to / WORK):
+        work = _unpacked(to / WORK)
         source = work / "source"
         found = list(folders) if folders is not None else _folders(root)
         pairs, written = [], 0
@@ -76,9 +79,11 @@ def build(
         _tables(runs, names, source)
         _forget({run["run"] for run in runs}, names, source, to, work)
         warnings: tuple[str, ...] = ()
-        if _text(work / "made") != data.digest(_sources(source, to)):
+        old = _text(work / "made") != data.digest(_sources(source, to))
+        if old:
             warnings = _sphinx(source, to, work, say)
             _write(work / "made", data.digest(_sources(source, to)))
+        _pack(to / WORK, changed=old or written > 0)
     return Site(to / "index.html", len(runs), written, warnings)
 
 
@@ -105,6 +110,39 @@ def _alone(work: Path) -> Iterator[None]:
                 f"another `nsa site` is at work in {work.parent}; wait for it"
             ) from None
         yield
+
+
+def _unpacked(home: Path) -> Path:
+    """Folder with what the last build left, unpacked; empty if that was none or is damaged.
+
+    One that a build left open, because it failed or was ended, is newer than the packed one.
+    """
+    for path in home.iterdir():
+        if path.is_dir() and path.name != OPEN:
+            shutil.rmtree(path)
+        elif path.is_file() and path.name not in (KEPT, "lock"):
+            path.unlink()
+    if not (home / OPEN).is_dir():
+        part = home / "part"
+        try:
+            with tarfile.open(home / KEPT) as packed:
+                packed.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+                packed.extractall(part)
+        except (OSError, EOFError, tarfile.TarError, zlib.error):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+        part.rename(home / OPEN)
+    return home / OPEN
+
+
+def _pack(home: Path, changed: bool) -> None:
+    """Pack what the build leaves, if it `changed` since it was unpacked, and remove it."""
+    if changed or not (home / KEPT).is_file():
+        with tarfile.open(home / "new", "w:gz", compresslevel=1) as packed:
+            packed.add(home / OPEN, arcname=".")
+        (home / "new").replace(home / KEPT)
+    gone = (home / OPEN).rename(home / "gone")  # a half removed one must not be taken for whole
+    shutil.rmtree(gone)
 
 
 def _sources(source: Path, to: Path) -> list[Path]:

@@ -59,7 +59,7 @@ def setup(app) -> dict:
 
 def keep_inside(app) -> None:
     """Keep pictures in the site's folder; myst-nb would write them beside it."""
-    inside = str(Path(app.outdir) / ".build" / "pictures")
+    inside = str(Path(app.srcdir).parent / "pictures")
     app.env.mystnb_config = app.env.mystnb_config.copy(output_folder=inside)
 
 

@@ -54,11 +54,11 @@ def signature(folder: Path) -> str:
 
 
 def digest(files: Iterable[Path]) -> str:
-    """Hash of the files' names, dates and sizes."""
+    """Hash of the files' names and contents; packing does not keep dates to the nanosecond."""
     told = hashlib.sha256()
     for path in sorted(files):
-        about = path.stat() if path.exists() else None
-        told.update(f"{path} {about and (about.st_mtime_ns, about.st_size)}\0".encode())
+        held = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+        told.update(f"{path} {held}\0".encode())
     return told.hexdigest()
 
 

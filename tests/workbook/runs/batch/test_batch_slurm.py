@@ -99,6 +99,75 @@ def test_a_driver_that_is_killed_leaves_jobs_that_the_next_one_takes_over(tmp_pa
     assert len(waiting.runs()) == 3 and len(waiting.begun()) == 3
 
 
+@pytest.mark.timeout(900)
+def test_a_driver_that_is_killed_three_times_leaves_nothing_undone_and_nothing_done_twice(tmp_path):
+    plan = (
+        "timeout: 5m\nslurm: {at_once: 2}\njobs:\n"
+        "  - {name: run, notebook: waits, grid: {layers: [1, 2, 3, 4, 5, 6]}}\n"
+    )
+    waiting = Waiting(tmp_path, plan=plan)
+    waiting.go.touch()
+    command = [sys.executable, "-c", CLI, "batch", "plan.yaml", "--on", "slurm", "--quiet"]
+    for begun in (1, 3, 5):  # at most two are in the queue, so each driver has to send some
+        driver = subprocess.Popen(command, env=environment_with_package())
+        ends = time.monotonic() + 240
+        for _ in waiting.wait(begun):
+            assert driver.poll() is None and time.monotonic() < ends
+            time.sleep(0.05)
+        driver.send_signal(signal.SIGKILL)
+        assert driver.wait() == -signal.SIGKILL
+    batch, _ = drive()
+    assert statuses(batch) == ["ok"] * 6
+    assert len(waiting.runs()) == 6 and len(waiting.begun()) == 6
+
+
+def test_jobs_that_somebody_cancels_by_scancel_stop_and_the_next_driver_does_them(tmp_path):
+    waiting = Waiting(tmp_path, "1, 2, 3")
+
+    def events():
+        yield from waiting.wait(2)
+        yield from until_saved(waiting, 2)
+        told("scancel", "-u", str(os.getuid()))
+
+    batch, said = drive(events())
+    assert statuses(batch) == ["stopped"] * 3
+    assert "its job on Slurm was cancelled" in said  # the one that waited
+    assert [record.load(run)["status"] for run in waiting.runs()] == ["killed"] * 2
+    assert all(is_partial(run) for run in waiting.runs())
+    waiting.go.touch()
+    assert statuses(drive()[0]) == ["ok"] * 3 and len(waiting.runs()) == 5
+
+
+def test_on_a_drained_node_what_runs_ends_and_what_waits_begins_when_it_is_back(tmp_path):
+    waiting, node = Waiting(tmp_path, "1, 2, 3"), told("sinfo", "-h", "-o", "%n").strip()
+    drain = ("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=repair")
+    resume = ("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    pending = lambda: len(told("squeue", "-h", "-r", "-t", "PENDING", "-o", "%i").split())  # noqa: E731
+
+    def events():
+        while pending() < 3:
+            yield
+        yield from pause(5)
+        assert waiting.begun() == [] and pending() == 3
+        told(*resume)
+        yield from waiting.wait(2)
+        told(*drain)
+        waiting.go.touch()
+        while statuses(opened()).count("ok") < 2:
+            yield
+        yield from pause(5)
+        assert len(waiting.begun()) == 2 and pending() == 1
+        told(*resume)
+
+    told(*drain)
+    try:
+        batch, said = drive(events())
+    finally:  # refused where it is in service
+        subprocess.run(resume, check=False, timeout=60, stderr=subprocess.DEVNULL)
+    assert statuses(batch) == ["ok"] * 3 and "stopped" not in said
+    assert len(waiting.runs()) == 3 and len(waiting.begun()) == 3
+
+
 def killed(*_):
     raise SystemExit
 
@@ -181,9 +250,9 @@ def pause(seconds):
         yield
 
 
-def until_saved(waiting):
-    """Yields until the notebook of the first run has what was printed."""
-    while not is_partial(waiting.runs()[0]):
+def until_saved(waiting, count=1):
+    """Yields until the notebooks of the first runs have what was printed."""
+    while not all(is_partial(run) for run in waiting.runs()[:count]):
         yield
 
 

@@ -124,11 +124,12 @@ def test_each_claim_stands_with_its_device_commit_and_age_and_replaces_none(tmp_
     build._tables(runs[::-1], [], tmp_path)
     text = (tmp_path / "claims.md").read_text()
     told = re.findall(r'data-label="(?:verdict|device|commit|age)">(?:<.+?>)?([^<]+)', text)
-    rows = [tuple(told[i : i + 4]) for i in range(0, len(told), 4)]
-    assert [row[:3] for row in rows[:3]] == [
-        ("PASS", "NVIDIA H100", "c" * 12), ("PASS", "NVIDIA H200", "c" * 12),
-        ("FAIL", "NVIDIA H200", "c" * 12)]  # fmt: skip
-    assert {row[3] for row in rows} == {"unknown"}  # git has no such commit
+    assert told[:12] == [
+        "NVIDIA H100", "c" * 12, "unknown", "PASS",  # git has no such commit
+        "NVIDIA H200", "c" * 12, "unknown", "PASS",
+        "NVIDIA H200", "c" * 12, "unknown", "FAIL"]  # fmt: skip
+    assert told[12:] == ["NVIDIA H200", "none", "unknown"]
+    assert text.count("<details") == 4 and text.count(" open>") == 2  # the newest of each notebook
     assert text.count("it is fast: &lt;9&gt; s") == 3 and text.count("its host was slow") == 1
     assert text.index("## 01_tiny") < text.index("## 02_lost") < text.index("SIGTERM")
     assert text.count("/verdicts.json") == 3 and "It makes no claim." in text

@@ -86,7 +86,8 @@
     : value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3) ? value.toExponential(3)
       : String(Number(value.toPrecision(4)));
 
-  const place = (x) => x === null || x === undefined ? "" : Number.isInteger(x) ? String(x) : number(x);
+  const place = (x) => x === null || x === undefined ? "" : x >= 8192 && x % 1024 === 0 ? `${x / 1024}k`
+    : Number.isInteger(x) ? String(x) : number(x);
 
   function measured(row) {
     if (!row) return "";
@@ -162,8 +163,7 @@
     xs.forEach((t) => {
       if (x(t) - last < 44) return;
       last = x(t);
-      const words = t >= 8192 && t % 1024 === 0 ? `${t / 1024}k` : number(t);
-      svg.append(make("text", { x: x(t), y: H - B + 18, "text-anchor": "middle" }, words));
+      svg.append(make("text", { x: x(t), y: H - B + 18, "text-anchor": "middle" }, place(t)));
     });
     svg.append(make("text", { x: (L + W - R) / 2, y: H - 6, "text-anchor": "middle" }, name),
       make("text", { x: 14, y: (T + H - B) / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${(T + H - B) / 2})` },
