@@ -15,7 +15,7 @@ from test_imports import dotted_name, imports_of, plant
 LINES = {
     "nsa/reference": (581, 550),
     "nsa/kernels": (7874, 6550),
-    "nsa/attention": (4327, 3000),
+    "nsa/attention": (4424, 3000),
     "nsa/model": (4630, 3600),
     "nsa/hf": (1227, 1230),
     "nsa/recipes": (328, 330),

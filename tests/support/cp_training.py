@@ -25,6 +25,12 @@ WAYS = {
     "fsdp": ({"kind": "fsdp"}, {}, {"compress_rope": "after", "phi": "mlp"}),
     "fsdp checkpointed, padded": ({"kind": "fsdp"}, {"tokens": 57}, {"checkpoint": "all"}),
     "fsdp ulysses": ({"kind": "fsdp", "cp_method": "ulysses"}, {}, {"sinks": "learned"}),
+    "fsdp, shared selection": ({"kind": "fsdp"}, {}, {"share_selection": 2}),
+    "ddp ulysses, shared selection": (
+        {"kind": "ddp", "cp_method": "ulysses"},
+        {},
+        {"share_selection": 2, "checkpoint": "all"},
+    ),
     "ddp, one branch": (
         {"kind": "ddp", "find_unused_parameters": True},
         {},
