@@ -1,11 +1,15 @@
 """The operation: checks inputs once, computes the branches on a backend, mixes by the gates."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from nsa.attention import registry, witness
+from nsa.attention.backends import triton
+from nsa.attention.branches import compressed as made_by_phi
+from nsa.attention.branches import select_blocks
 from nsa.attention.inputs import Inputs, check_blocks, checked
 from nsa.attention.span import wide
 from nsa.attention.transforms import VMAP, active, without_autocast
@@ -35,7 +39,8 @@ def nsa_attention(
     q_start: int | Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     compressed: tuple[Tensor, Tensor | None] | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    return_blocks: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Native Sparse Attention (arXiv 2502.11089, Eq. 5): o [B, T, HQ, DV] in the dtype of q.
 
     Args:
@@ -72,6 +77,8 @@ def nsa_attention(
         compressed: (keys [B, C, HKV, D], values [B, C, HKV, DV]), made elsewhere of all S tokens,
             to use instead of phi's; packed ones sequence after sequence. Values may be None where
             "cmp" is not computed. The "cmp" of k and v is then not read.
+        return_blocks: the selection [B, T, HKV, N] as well, behind o or (o, lse, combined): int32,
+            ascending, -1 last, or the `blocks` given. Of packed sequences indices are within each.
 
     Raises:
         ValueError: inputs do not fit together; Declined if the backend does not accept them.
@@ -81,6 +88,7 @@ def nsa_attention(
     options = {"phi": phi, "cu_seqlens": cu_seqlens, "blocks": blocks}
     options |= {"sinks": sinks, "return_lse": return_lse, "q_start": q_start}
     options |= {"cu_seqlens_q": cu_seqlens_q, "compressed": compressed}
+    options |= {"return_blocks": return_blocks}
     inputs = checked(q, k, v, gates, config, **options, branches=branches, scale=scale)
     if strict and VMAP in active():
         raise ValueError("vmap has no values for strict=True to look at; strict=False would do")
@@ -91,21 +99,31 @@ def nsa_attention(
     if strict and not torch.compiler.is_compiling():
         chosen.first_use(inputs)
     notes: list[tuple[str, str]] = []
+
+    def note(*of: str) -> None:
+        notes.append(of)
+
     with without_autocast(q.device):
         if chosen.fused is None or strict:
-            outputs, lse = branches_of(chosen, inputs, lambda *note: notes.append(note))
+            if return_blocks and blocks is None:
+                inputs = with_blocks(inputs, chosen.name, note)
+                blocks = inputs.blocks
+            outputs, lse = branches_of(chosen, inputs, note)
             if strict:
                 _check_finite({f"branch {b!r}": x for b, x in outputs.items()}, chosen.name)
             o = combine(gates, outputs).to(q.dtype)
         else:
-            o, lse = chosen.fused(inputs, lambda *note: notes.append(note))
+            o, lse, scored = chosen.fused(inputs, note)
+            blocks = scored if blocks is None else blocks
         # While torch.compile traces, nothing is computed; compiled code is not recorded.
         if not torch.compiler.is_compiling():
             witness.saw_call(chosen.name, notes, declined)
             witness.saw_output(o)
         if strict:
             _check_finite({"the gates": gates, "the gated sum": o}, chosen.name)
-    return (o, *_lse_by_branch(inputs, lse)) if return_lse else o
+    found = (o, *(_lse_by_branch(inputs, lse) if return_lse else ()))
+    found += (blocks,) if return_blocks else ()
+    return found if len(found) > 1 else o
 
 
 def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
@@ -114,7 +132,7 @@ def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
     `options` are those of `nsa_attention` but backend and strict. TypeError for others.
     """
     known = ("phi", "cu_seqlens", "blocks", "branches", "scale", "sinks", "return_lse")
-    known += ("q_start", "cu_seqlens_q", "compressed")
+    known += ("q_start", "cu_seqlens_q", "compressed", "return_blocks")
     for name in options:
         if name not in known:
             raise TypeError(
@@ -133,6 +151,28 @@ def _backend(name: str, inputs: Inputs) -> tuple[registry.Backend, dict[str, lis
     if reasons := "; ".join(backend.declines(inputs)):
         raise registry.Declined(f"backend {name!r} does not take these inputs: {reasons}")
     return backend, {}
+
+
+def with_blocks(
+    inputs: Inputs, backend: str = "auto", note: registry.Note = lambda *_: None
+) -> Inputs:
+    """Inputs with the selection that this backend would score, [B, T, HKV, n] int32, and with the
+    compressed keys and values that it is scored by, which are then made once."""
+    if backend == "auto":
+        backend = registry.choose(inputs).backend.name
+    if backend in ("triton", "flash") and not triton.why_not(inputs):
+        given = triton.compressed(inputs)
+        note("score", "triton")
+        with torch.no_grad():
+            return replace(inputs, blocks=triton.select_blocks(inputs, given[0]), compressed=given)
+    note("score", "score-chunks")
+    parts = [inputs] if inputs.cu_seqlens is None else list(inputs.sequences(idle=True))
+    k_cmp, v_cmp = zip(*map(made_by_phi, parts), strict=True)
+    pairs = zip(parts, k_cmp, strict=True)
+    blocks = [select_blocks(x.q, k, x.config, x.scale, x.q_start) for x, k in pairs]
+    v_cmp = None if v_cmp[0] is None else torch.cat(v_cmp, dim=1)
+    blocks, given = torch.cat(blocks, dim=1), (torch.cat(k_cmp, dim=1), v_cmp)
+    return replace(inputs, blocks=blocks, compressed=given)
 
 
 def branches_of(

@@ -28,6 +28,13 @@ class Step:
     scale: float
     counts: Tensor | None = None  # [B]: how many queries are real
     sinks: Tensor | None = None  # [HQ, 3]
+    blocks: Tensor | None = None  # [B, N, HKV, n]: a selection to use
+    selection: Tensor | None = None  # [B, N, HKV, n] int32, -1: receives the one that is scored
+
+    def keep(self, blocks: Tensor, rows: slice = slice(None)) -> None:
+        """Write blocks [B, M, HKV, n], scored for these rows, to `selection` if it is wanted."""
+        if self.selection is not None:
+            self.selection[:, rows] = blocks
 
     @property
     def config(self) -> NSAConfig:
@@ -75,9 +82,12 @@ def masked(step: Step, note: Note) -> dict[str, Tensor]:
     if "cmp" in branches:
         outputs["cmp"], lse["cmp"] = attend(q, k_cmp, v_cmp, visible, scale)
     if "slc" in branches:
-        p_cmp, _ = attention_probs(q, k_cmp, visible, scale)
-        importance = pool(p_cmp.sum(2), count_selectable(step.bound, config), config)
-        blocks = select(importance.transpose(1, 2), config, positions[:, :1])
+        blocks = step.blocks
+        if blocks is None:
+            p_cmp, _ = attention_probs(q, k_cmp, visible, scale)
+            importance = pool(p_cmp.sum(2), count_selectable(step.bound, config), config)
+            blocks = select(importance.transpose(1, 2), config, positions[:, :1])
+            step.keep(blocks)
         key = torch.arange(step.bound, device=q.device)
         inside = selected_tokens(blocks, step.bound, config)
         inside &= (key <= positions[..., None])[:, None]
@@ -123,17 +133,22 @@ def _compressed_and_selected(
     selectable = count_selectable(step.bound, config)
     per_row = q.shape[0] * q.shape[2] * max(1, k_cmp.shape[1])
     for rows in chunks(q.shape[1], per_row, ELEMENTS):
-        hidden = key >= ended[:, rows, None]  # [B, M, C]
-        probs, sums = _probs(q[:, rows], k_cmp, hidden, heads, step.scale)  # [B*HKV, G*M, C]
+        if "cmp" in outputs or step.blocks is None:
+            hidden = key >= ended[:, rows, None]  # [B, M, C]
+            probs, sums = _probs(q[:, rows], k_cmp, hidden, heads, step.scale)  # [B*HKV, G*M, C]
         if "cmp" in outputs:
             o = dot(probs.to(v_cmp.dtype), v_cmp)
             _put(o, outputs["cmp"], rows, heads)
             _put(sums, lse.get("cmp"), rows, heads)
-        if "slc" in outputs:
+        if "slc" in outputs and step.blocks is None:
             shape = q.shape[0], heads, q.shape[2] // heads, *hidden.shape[1:]
             importance = pool(probs.view(shape).sum(2), selectable, config)
             blocks = select(importance.transpose(1, 2), config, positions[:, rows][:, :1])
+            step.keep(blocks, rows)
             blocks = blocks[..., :selectable]
+        elif "slc" in outputs:
+            blocks = step.blocks[:, rows]
+        if "slc" in outputs:
             _selected(step, rows, blocks, outputs["slc"], lse.get("slc"))
 
 

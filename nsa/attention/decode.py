@@ -33,6 +33,8 @@ class Call:
     counts: Tensor | None
     scale: float
     sinks: Tensor | None  # [HQ, 3]
+    blocks: Tensor | None = None  # [B, N, HKV, n]: a selection to use
+    selection: Tensor | None = None  # [B, N, HKV, n] int32, -1: receives the one that is scored
 
     @property
     def new(self) -> int:
@@ -77,7 +79,9 @@ def nsa_decode(
     sinks: Tensor | None = None,
     strict: bool = False,
     advance: bool = True,
-) -> Tensor:
+    blocks: Tensor | None = None,
+    return_blocks: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Append N tokens to each sequence of a cache and attend from them: o [B, N, HQ, DV].
 
     Row i of sequence b is at position lengths[b] + i and sees positions up to its own: the last
@@ -99,13 +103,19 @@ def nsa_decode(
         sinks: [HQ] or [HQ, 3], as in `nsa_attention`.
         strict: check lengths, counts and page table first, and o afterwards; waits for the GPU.
         advance: False leaves the lengths to `cache.advance(N, counts)`: layers share them.
+        blocks: [B, N, HKV, n] int32 with n = select_count, ascending, -1 last: a selection to use
+            instead of scoring one.
+        return_blocks: (o, blocks) instead of o: the selection that was used.
 
     Raises:
         ValueError: inputs do not fit the cache, a full one included, before anything is written;
             Declined if the backend does not accept them.
         FloatingPointError: in strict mode, if an output is not finite.
     """
-    call = _checked(q, k, v, gates, cache, config, phi, counts, scale, sinks)
+    call = _checked(q, k, v, gates, cache, config, phi, counts, scale, sinks, blocks)
+    if return_blocks and blocks is None:
+        blocks = _empty(call)
+        call = replace(call, selection=blocks)
     cache.places.room(call.new, counts)
     if strict:
         cache.places.check(call.new, counts)
@@ -119,7 +129,7 @@ def nsa_decode(
         raise FloatingPointError(f"the output of decode-{name} at {witness.place()} is not finite")
     if advance:
         cache.advance(call.new, counts)
-    return o
+    return (o, blocks) if return_blocks else o
 
 
 def names() -> list[str]:
@@ -143,6 +153,7 @@ def _reference(call: Call, note: Note) -> Tensor:
         k["win"], v["win"] = recent
     v = {branch: x for branch, x in v.items() if x is not None}
     sizes = {"branches": shape.branches, "scale": call.scale, "sinks": call.sinks}
+    sizes |= {"blocks": call.blocks, "selection": call.selection}
     note("all", "reference")
     given = call.q, k, v, call.gates, shape.config, lengths, counts
     return reference.decode(*given, **sizes)
@@ -152,7 +163,8 @@ def _on_torch(attend: Callable[[cached.Step, Note], dict[str, Tensor]]):
     def run(call: Call, note: Note) -> Tensor:
         recent = call.recent()
         call.append()
-        step = cached.Step(call.q, call.cache, recent, call.scale, call.counts, call.sinks)
+        chosen = call.blocks, call.selection
+        step = cached.Step(call.q, call.cache, recent, call.scale, call.counts, call.sinks, *chosen)
         o = combine(call.gates, attend(step, note)).to(call.q.dtype)
         return call.without_rows_behind(o)
 
@@ -164,7 +176,11 @@ def _forward(call: Call, note: Note) -> Tensor:
     config, branches = call.cache.config, call.cache.shape.branches
     options = {"phi": call.phi, "branches": branches, "scale": call.scale, "sinks": call.sinks}
     q, gates = call.without_rows_behind(call.q), call.without_rows_behind(call.gates)
-    o = nsa_attention(q, k, v, gates, config, **options)
+    if call.selection is None:
+        o = nsa_attention(q, k, v, gates, config, **options, blocks=call.blocks)
+    else:
+        o, blocks = nsa_attention(q, k, v, gates, config, **options, return_blocks=True)
+        call.selection.copy_(blocks)
     call.append()
     note("all", "forward")
     return call.without_rows_behind(o)
@@ -208,6 +224,7 @@ def _triton(call: Call, note: Note) -> Tensor:
         table=cache.table, lengths=cache.lengths, counts=call.counts, config=shape.config,
         phi=phi.kind, phi_key=phi.key, phi_value=phi.value, rotary=phi.rotary,
         branches=shape.branches, scale=scale, sinks=call.sinks,
+        given=call.blocks, selection=call.selection,
     )  # fmt: skip
 
 
@@ -263,7 +280,16 @@ def _choose(name: str, call: Call) -> tuple[str, dict[str, list[str]]]:
     return name, {one: declined[one] for one in before}
 
 
-def _checked(q, k, v, gates, cache, config, phi, counts, scale, sinks) -> Call:
+def _empty(call: Call) -> Tensor:
+    """An empty selection [B, N, HKV, n] int32. ValueError if the cache has no selected branch."""
+    shape = call.cache.shape
+    if "slc" not in shape.branches:
+        raise ValueError(f"return_blocks: a cache of {shape.branches} selects none; 'slc' does")
+    slots = *call.q.shape[:2], shape.kv_heads, shape.config.select_count
+    return torch.full(slots, -1, dtype=torch.int32, device=call.q.device)
+
+
+def _checked(q, k, v, gates, cache, config, phi, counts, scale, sinks, blocks) -> Call:
     if not isinstance(cache, LayerCache):
         raise ValueError(f"cache must be a LayerCache, got a {type(cache).__name__}")
     shape = cache.shape
@@ -307,4 +333,11 @@ def _checked(q, k, v, gates, cache, config, phi, counts, scale, sinks) -> Call:
     scale = shape.dim**-0.5 if scale is None else float(scale)
     if not isfinite(scale):
         raise ValueError(f"scale={scale} must be finite; None stands for D ** -0.5")
-    return Call(q, k, v, gates, cache, phi, counts, scale, checked_sinks(sinks, q))
+    if blocks is not None:
+        wanted = *q.shape[:2], shape.kv_heads, shape.config.select_count
+        check_tensor("blocks", blocks, f"[B, N, HKV, n] = {wanted} in int32")
+        if tuple(blocks.shape) != wanted or blocks.dtype != torch.int32:
+            got = f"{tuple(blocks.shape)} of {blocks.dtype}"
+            raise ValueError(f"blocks must be [B, N, HKV, n] = {wanted} in int32, got {got}")
+        check_device("blocks", blocks, q)
+    return Call(q, k, v, gates, cache, phi, counts, scale, checked_sinks(sinks, q), blocks)

@@ -40,6 +40,7 @@ class Inputs:
     cu_seqlens_q: Tensor | None = None  # [N + 1] int32: None if queries have the keys' bounds
     compressed: tuple[Tensor, Tensor | None] | None = None  # each [B, C, HKV, *], instead of phi's
     places: tuple[Place, ...] = ()  # packed sequences on the host; empty if they cannot be read
+    return_blocks: bool = False
 
     @property
     def group(self) -> int:
@@ -108,12 +109,15 @@ def checked(
     q_start: int | Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     compressed: tuple[Tensor, Tensor | None] | None = None,
+    return_blocks: bool = False,
 ) -> Inputs:
     """Return the inputs of a call; ValueError with the values received and accepted."""
     given = (branches,) if isinstance(branches, str) else tuple(branches)
     branches = tuple(b for b in BRANCHES if b in given)
     if not branches or not set(given) <= set(BRANCHES):
         raise ValueError(f"branches={given!r}; choose at least one of {BRANCHES}")
+    if return_blocks and "slc" not in branches:
+        raise ValueError(f"return_blocks: branches={given!r} select none; 'slc' does")
     if not isinstance(config, NSAConfig):
         raise ValueError(f"config {other_than('NSAConfig', config)}")
     check_tensor("q", q, "[B, T, HQ, D]")
@@ -172,7 +176,7 @@ def checked(
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale} must be finite; None stands for D ** -0.5")
     given = q, k, v, gates, config, phi, branches, scale, blocks, cu_seqlens
-    placing = q_start, cu_seqlens_q, compressed, places
+    placing = q_start, cu_seqlens_q, compressed, places, return_blocks
     return Inputs(*given, checked_sinks(sinks, q), return_lse, *placing)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from nsa.attention.api import branches_of
+from nsa.attention.api import branches_of, with_blocks
 from nsa.attention.cached import Step
 from nsa.attention.inputs import Inputs, checked
 from nsa.attention.registry import Note, choose
@@ -20,7 +20,11 @@ def prefix(step: Step, note: Note) -> dict[str, Tensor]:
     """
     outputs: dict[str, Tensor] = {}
     for rows, inputs in _calls(step):
-        found, _ = branches_of(choose(inputs).backend, inputs, note)
+        backend = choose(inputs).backend
+        if step.selection is not None and "slc" in inputs.branches:
+            inputs = with_blocks(inputs, backend.name, note)
+            step.selection[rows, : inputs.q.shape[1]] = inputs.blocks
+        found, _ = branches_of(backend, inputs, note)
         for branch, o in found.items():
             whole = outputs.get(branch)
             if whole is None:
@@ -51,6 +55,7 @@ def _calls(step: Step) -> Iterator[tuple[slice, Inputs]]:
             keys, values = ({"cmp": x[rows, :total], "slc": x[rows, :total]} for x in (k, v))
             given = queries[:, real], keys, values, gates[:, real], config
             own = {"q_start": length, "compressed": compressed, "branches": read}
+            own["blocks"] = None if step.blocks is None else step.blocks[rows, real]
             if real.stop:
                 yield rows, checked(*given, **options, **own)
         if "win" in cache.shape.branches:

@@ -27,8 +27,9 @@ class Backend:
 
     `run(inputs, note)` returns the requested branches, never packed, with the lse of keys alone;
     `why_not(inputs)` returns the reasons it cannot compute them, empty if it can. `fused(inputs,
-    note)` returns (their gated sum, {branch: lse} if `return_lse`), packed or not, for a backend
-    that does not need the branches' outputs; it applies sinks itself to all that it returns.
+    note)` returns (their gated sum, {branch: lse} if `return_lse`, the blocks that it scored if
+    `return_blocks`), packed or not, for a backend that does not need the branches' outputs; it
+    applies sinks itself to all that it returns.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Backend:
     why_not: Callable[[Inputs], list[str]] = lambda inputs: []
     # Reasons why `auto` skips it although it would run.
     not_for_auto: Callable[[Inputs], list[str]] = lambda inputs: []
-    fused: Callable[[Inputs, Note], tuple[Tensor, dict[str, Tensor]]] | None = None
+    fused: Callable[[Inputs, Note], tuple[Tensor, dict, Tensor | None]] | None = None
     compress: Compress | None = None  # if others than `branches.compressed` makes them
     # Strict mode's check before a call: raises if kernels are wrong on this device.
     first_use: Callable[[Inputs], None] = lambda inputs: None

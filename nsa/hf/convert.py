@@ -39,6 +39,7 @@ OWN = (
         "gate_init",
         "compress_rope",
         "shared_kv",
+        "share_selection",
         "sinks",
     ),
     *("force_branch", "stopgrad_gates", "backend", "strict", "checkpoint", "max_tokens"),

@@ -93,7 +93,7 @@ def to_fla(model: NSAForCausalLM, folder: str | os.PathLike) -> Path:
     config, sizes = inside.config, inside.config.nsa
     block, count = sizes.select_block, sizes.select_count
     wanted = FIXED | {"shared_kv": True, "force_branch": None, "gate_temperature": 1.0}
-    wanted |= {"rope_scale": 1.0, "value_size": config.head_dim}
+    wanted |= {"rope_scale": 1.0, "value_size": config.head_dim, "share_selection": 1}
     other = [f"{n}={getattr(config, n)!r}" for n, x in wanted.items() if getattr(config, n) != x]
     same = {"compress_block": block, "compress_stride": block, "select_count": _power(count)}
     other += [

@@ -172,6 +172,8 @@ def decode(
     branches=("cmp", "slc", "win"),
     scale: float | None = None,
     sinks: Tensor | None = None,
+    given: Tensor | None = None,
+    selection: Tensor | None = None,
     out: Tensor | None = None,
     tuned: Tuning | None = None,
 ) -> Tensor:
@@ -192,6 +194,8 @@ def decode(
             (`nsa.reference.compress.PhiWeights`). rotary: (cos, sin) tables [positions, D / 2].
         branches: branches to compute; a cache need not have the tensors of others.
         sinks: [HQ, 3] fp32, a logit without a value for each softmax.
+        given: [B, N, HKV, n] int32: blocks to attend to; none are then scored and ranked.
+        selection: [B, N, HKV, n] int32, receives the blocks that are.
         out: receives o; contiguous. tuned: `tuning` of the call by default.
 
     Values on the GPU are not checked. A key past the capacity is not stored.
@@ -267,14 +271,17 @@ def decode(
 
     o_cmp = blocks = found = None
     splits = 0
+    ranked = chosen and given is None
+    if given is not None:
+        blocks = given.transpose(1, 2).contiguous()
     cmp_page = None if per_page is None else page // stride
-    if scored or chosen:
+    if scored or ranked:
         per_block = config.select_block // stride
         per_tile = next_power_of_two(tuned.score_keys // per_block + 1) // 2
         tiles = ceil_div(max(1, count_compressed(capacity, config)), per_tile * per_block)
         splits = min(tuned.score_splits, tiles)
         ranking = None
-        if chosen:
+        if ranked:
             tables = (rows, tiles * per_tile), (rows, tiles), (rows, tiles), (rows,)
             ranking = tuple(floats(*shape) for shape in tables)
         parts = floats(rows, splits), floats(rows, splits), None
@@ -292,18 +299,18 @@ def decode(
             KEYS=tuned.score_keys, BLOCKS=per_tile, SPLITS=splits, PRECISION=precision(q),
             num_warps=tuned.score_warps, num_stages=tuned.score_stages, **options,
         )  # fmt: skip
-        ranks = units if chosen else 0
+        ranks = units if ranked else 0
         width = next_power_of_two(splits) * power_of_two(value_dim)
         at_once = max(1, min(16, min(4096, 1024 * tuned.choose_warps) // width))
         sums = ceil_div(rows, at_once) if scored and splits > 1 else 0
-        if chosen:
+        if ranked:
             blocks = torch.empty(units, config.select_count, dtype=torch.int32, device=device)
         if ranks + sums:
             slots = max(2, next_power_of_two(config.select_count))
             launch(
                 choose, (ranks + sums,),
-                ranking, parts, blocks, o_cmp if sums else None, ranks, rows, lengths, counts, new,
-                capacity, tiles,
+                ranking, parts, blocks if ranked else None, o_cmp if sums else None, ranks, rows,
+                lengths, counts, new, capacity, tiles,
                 SIZES=sizes, CONFIG=config, SPAN=span, BLOCKS=per_tile,
                 TILES=max(1, max(tuned.choose_blocks, slots) // per_tile), SPLITS=splits,
                 SLOTS=slots,
@@ -333,6 +340,8 @@ def decode(
         PRECISION=precision(q), num_warps=tuned.attend_warps, num_stages=tuned.attend_stages,
         **options,
     )  # fmt: skip
+    if ranked and selection is not None:  # not before `attend`, which follows `choose` closely
+        selection.copy_(blocks.view(batch, kv_heads, new, -1).transpose(1, 2))
     return o
 
 

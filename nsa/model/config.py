@@ -20,6 +20,10 @@ class ModelConfig:
     (`nsa`, `phi`, `gate` and its options, `compress_rope`, `shared_kv`, `sinks`). The backend's
     name is checked when a layer is built, because only the registry has the names.
 
+    With share_selection k > 1 a layer between two that select attends to the blocks that the last
+    of them chose, KV head by KV head, and neither scores blocks nor ranks them; its compressed and
+    window branches and its own keys and values of the selected one stay.
+
     phi "mlp" has a GELU between its two matrices; the paper specifies no nonlinearity.
 
     Raises:
@@ -44,6 +48,7 @@ class ModelConfig:
     gate_init: str = "xavier"  # the gate's last matrix: gain 0.1, or "zero"
     compress_rope: str = "before"  # rotate keys before phi, or compressed keys after it
     shared_kv: bool = False  # one K/V projection for all three branches
+    share_selection: int = 1  # layers 0, k, 2k, ... select blocks; those between reuse the last
     force_branch: str | None = None  # this branch alone, with gate 1
     stopgrad_gates: bool = False
     sinks: str = "none"  # or "learned": a logit without a value a head and branch, from 0 on
@@ -58,7 +63,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"name={self.name!r} is not a str")
-        for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "vocab"):
+        for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "vocab", "share_selection"):
             keep_int(self, name)
         for name in ("value_dim", "mlp_hidden", "max_tokens"):
             if getattr(self, name) is not None:
@@ -92,6 +97,14 @@ class ModelConfig:
             raise ValueError(
                 f"{forced}: dense attention has no branches; force_branch=None would do, or "
                 "attention='nsa'"
+            )
+        if self.share_selection > 1 and (
+            self.attention == "dense" or self.force_branch in ("cmp", "win")
+        ):
+            given = "attention='dense'" if self.attention == "dense" else forced
+            raise ValueError(
+                f"share_selection={self.share_selection}: with {given} no layer selects blocks; "
+                "share_selection=1 would do"
             )
         if not isinstance(self.backend, str) or not self.backend:
             raise ValueError(f"backend={self.backend!r} is no backend's name; 'auto' chooses one")

@@ -57,8 +57,8 @@ def step_flops(config: ModelConfig, tokens: int, batch: int) -> StepFlops:
     Two forward, four backward: each product has a gradient for both of its factors. Parameters are
     those of matrix products: not the embedding, which is a lookup, nor norms and biases; phi's
     count once per compressed block. Pairs are a query and a visible key, as counted by
-    `pairs`; scoring has no product of its own, since it reuses the
-    compressed branch's. All branches count, regardless of `force_branch`.
+    `pairs`; scoring has no product of its own, since it reuses the compressed branch's, so that
+    `share_selection` saves none. All branches count, regardless of `force_branch`.
     """
     a_token, a_block = _multiplied(config)
     multiplied = tokens * a_token + count_compressed(tokens, config.nsa) * a_block

@@ -176,7 +176,9 @@ class NSAAttention(nn.Module):
         *,
         decode: str = "auto",
         advance: bool = True,
-    ) -> Float[Tensor, "B T E"]:
+        blocks: Int[Tensor, "B T HKV N"] | None = None,
+        return_blocks: bool = False,
+    ) -> Float[Tensor, "B T E"] | tuple[Tensor, Tensor]:
         """Attention over B sequences of T tokens, or over packed ones (B = 1) with `cu_seqlens`.
         `rotary` has tables shared by all layers; by default they are computed here. With `context`
         set, x has this rank's rows of sequences on several ranks, and `cu_seqlens` are of all.
@@ -185,6 +187,9 @@ class NSAAttention(nn.Module):
         them real, and they are appended; no gradient flows. More than `slack` tokens into an empty
         cache use this layer's own backend, all others use `decode`, see `nsa_decode`.
         `advance` False leaves the lengths to the model, whose layers share them.
+
+        `blocks` are a selection to use instead of this layer's own, and `return_blocks` adds the
+        one that was used to the result, both as in `nsa_attention`.
         """
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(
@@ -193,20 +198,24 @@ class NSAAttention(nn.Module):
                 "keys and values are all made of x: layer(x)"
             )
         rotary = None if rotary is None else rotary.to(x.device)
+        shared = {"blocks": blocks, "return_blocks": return_blocks}
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError(
                     "a cache keeps sequences side by side: give x as [B, T, E] with counts, and no "
                     "cu_seqlens"
                 )
-            o = self._from_cache(x, rotary, cache, counts, decode, advance)
+            o = self._from_cache(x, rotary, cache, counts, decode, advance, shared)
         else:
-            arguments = self.arguments(x, rotary, cu_seqlens)
+            arguments = self.arguments(x, rotary, cu_seqlens, **shared)
             arguments |= {"backend": self.config.backend, "strict": self.config.strict}
             if self.context is None:
                 o = nsa_attention(**arguments)
             else:
                 o = context_parallel_attention(**arguments, context=self.context)
+        if return_blocks:
+            o, blocks = o
+            return self.o_proj(o.flatten(2)), blocks
         return self.o_proj(o.flatten(2))
 
     def _from_cache(
@@ -217,8 +226,9 @@ class NSAAttention(nn.Module):
         counts: Tensor | None,
         decode: str,
         advance: bool,
-    ) -> Tensor:
-        """o [B, T, HQ, DV] of the next T tokens."""
+        shared: dict[str, Any],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """o [B, T, HQ, DV] of the next T tokens, and the blocks if they are to be returned."""
         config, shape = self.config, cache.shape
         if self.context is not None:
             raise ValueError("a cache keeps whole sequences, and this layer's are on several ranks")
@@ -228,7 +238,7 @@ class NSAAttention(nn.Module):
         if x.shape[0] != shape.batch:
             raise ValueError(f"x is of {x.shape[0]} sequences and the cache of {shape.batch}")
         rotary = rotary or rotary_after(config, cache.lengths, shape.capacity, x.shape[1])
-        given = self.arguments(x, rotary)
+        given = self.arguments(x, rotary, **shared)
         del given["cu_seqlens"], given["branches"]
         if cache.longest or x.shape[1] <= shape.slack:
             options = {"backend": decode, "strict": config.strict, "advance": advance}
@@ -248,6 +258,9 @@ class NSAAttention(nn.Module):
         x: Float[Tensor, "B T E"],
         rotary: Rotary | None = None,
         cu_seqlens: Int[Tensor, " N1"] | None = None,
+        *,
+        blocks: Int[Tensor, "B T HKV N"] | None = None,
+        return_blocks: bool = False,
     ) -> dict[str, Any]:
         """Arguments of `nsa_attention` for input x, except `backend` and `strict`."""
         config = self.config
@@ -264,6 +277,10 @@ class NSAAttention(nn.Module):
         chosen = {"config": config.nsa, "phi": phi, "cu_seqlens": cu_seqlens, "branches": branches}
         if self.sinks is not None:
             chosen["sinks"] = self.sinks.view(-1, 3)
+        if blocks is not None:
+            chosen["blocks"] = blocks
+        if return_blocks:
+            chosen["return_blocks"] = True
         return {"q": q, "k": k, "v": v, "gates": self.gates(x, q), **chosen}
 
     def _check_dtype(self, x: Tensor) -> None:

@@ -9,7 +9,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int64, Integer
+from jaxtyping import Float, Int, Int64, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.shares = index, config.share_selection > 1
         self.norm1 = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = ATTENTION[config.attention](config)
         self.norm2 = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -65,9 +65,17 @@ class Block(nn.Module):
         x: Float[Tensor, "B T E"],
         rotary: Rotary,
         cu_seqlens: Integer[Tensor, " N1"] | None = None,
+        blocks: Int[Tensor, "B T HKV N"] | None = None,
         **cached: Any,
-    ) -> Float[Tensor, "B T E"]:
-        """`cached` are arguments of the attention layer: cache, counts, decode and advance."""
+    ) -> Float[Tensor, "B T E"] | tuple[Tensor, Tensor]:
+        """`cached` are arguments of the attention layer: cache, counts, decode and advance.
+
+        With `share_selection` above 1 the result is (x, blocks): the argument `blocks`, or, if
+        that is None, the selection of this layer. It is handed on as a value, so that a layer that
+        is recomputed in the backward has the same.
+        """
+        if self.shares:
+            cached |= {"blocks": blocks, "return_blocks": True}
         if torch.compiler.is_compiling():  # one that reads its index is compiled layer by layer
             return self._forward(x, rotary, cu_seqlens, **cached)
         # Set here rather than in the model's loop, so that it also holds in a recomputation.
@@ -76,9 +84,12 @@ class Block(nn.Module):
 
     def _forward(
         self, x: Tensor, rotary: Rotary, cu_seqlens: Tensor | None, **cached: Any
-    ) -> Tensor:
-        x = x + self.attention(in_autocast_dtype(self.norm1(x)), rotary, cu_seqlens, **cached)
-        return x + self.mlp(in_autocast_dtype(self.norm2(x)))
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        found = self.attention(in_autocast_dtype(self.norm1(x)), rotary, cu_seqlens, **cached)
+        attended, *blocks = parts(found)
+        x = x + attended
+        x = x + self.mlp(in_autocast_dtype(self.norm2(x)))
+        return (x, *blocks) if blocks else x
 
 
 class Decoder(nn.Module):
@@ -165,11 +176,12 @@ class Decoder(nn.Module):
         rotary = cache.rotary(tokens.shape[1])
         x = self.embedded(tokens)
         cached = {"counts": counts, "decode": cache.backend, "advance": False}
-        running = islice(self.blocks, self.sizes.layers)
-        for block, layer in zip(running, cache.layers, strict=True):
+        running, blocks = islice(self.blocks, self.sizes.layers), ()
+        for index, (block, layer) in enumerate(zip(running, cache.layers, strict=True)):
             if seen is not None:
                 seen.append(x)
-            x = block(x, rotary, cache=layer, **cached)
+            blocks = self._handed_on(index, blocks)
+            x, *blocks = parts(block(x, rotary, None, *blocks, cache=layer, **cached))
         cache.advance(tokens.shape[1], counts)
         return x
 
@@ -214,7 +226,8 @@ class Decoder(nn.Module):
     def run_blocks(
         self, x: Tensor, *context: Any, seen: list[Tensor] | None = None
     ) -> Float[Tensor, "B T E"]:
-        """Apply the blocks in order, each called as block(x, *context).
+        """Apply the blocks in order, each called as block(x, *context), `context` being the rotary
+        tables and cu_seqlens, and with the selection of the last one that shares it.
 
         Each checkpoint gets the block itself. A lambda over the loop variable would give the same
         loss but recompute every layer with the last block: the backward runs after the loop.
@@ -224,12 +237,17 @@ class Decoder(nn.Module):
         No layer draws random numbers, so their state is not stored.
         """
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        blocks = ()  # the last selection, if it is shared
         for index, block in enumerate(islice(self.blocks, self.sizes.layers)):
             if seen is not None:
                 seen.append(x)
-            recomputed = index in self.recomputed
-            x = again(block, x, *context) if recomputed else block(x, *context)
+            call = partial(again, block) if index in self.recomputed else block
+            x, *blocks = parts(call(x, *context, *self._handed_on(index, blocks)))
         return x
+
+    def _handed_on(self, layer: int, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The selection that this layer is given, none if it selects."""
+        return blocks if layer % self.sizes.share_selection else ()
 
     def check(self, tokens: Tensor, packed: bool = False) -> None:
         """Raise ValueError unless tokens are ids or embeddings, at least one and at most max_tokens
@@ -355,6 +373,11 @@ def naming_strangers(vocab: int, name: str, ids: Tensor) -> Iterator[None]:
         held = f"{int(ids.min())} to {int(ids.max())}"
         message = f"{name} hold ids from {held}; vocab={vocab} has 0 to {vocab - 1}"
         raise ValueError(message) from error
+
+
+def parts(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The results of a layer as a tuple: x alone, or x and the selection that it hands on."""
+    return found if isinstance(found, tuple) else (found,)
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:

@@ -81,7 +81,11 @@ def dense_twin(
     the nearest multiple of 16 (24 dim parameters per layer), for a comparison of losses.
     """
     twin = config.with_(
-        attention="dense", backend=backend, force_branch=None, name=f"{config.name}-dense"
+        attention="dense",
+        backend=backend,
+        force_branch=None,
+        share_selection=1,
+        name=f"{config.name}-dense",
     )
     if not same_parameters:
         return twin

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nsa.model.config import keep_int
 from nsa.model.data import EVALUATION, IGNORED, Batch, Data, Device, check_sizes, generator
-from nsa.model.train_config import autocast
+from nsa.model.positions import by_position
 
 MARK = 0  # starts a string, or queries the value of a key
 
@@ -267,33 +267,12 @@ def task(name: str, **fields: Any) -> Task:
     return TASKS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
 
-@torch.no_grad()
 def accuracy(
-    model: nn.Module,
-    task: Data,
-    *,
-    batch: int,
-    tokens: int,
-    batches: int = 4,
-    first_step: int = EVALUATION,
-    precision: str = "fp32",
+    model: nn.Module, task: Data, *, batches: int = 4, first_step: int = EVALUATION, **sizes: Any
 ) -> float:
     """Fraction of scored targets that the model's most likely id equals, on separate batches.
 
-    Their steps start at `first_step`, which no training run reaches. "bf16" and "fp16" are
-    autocast. Waits for the device once.
+    `sizes` are batch, tokens and precision of `by_position`. Steps start at `first_step`, which no
+    training run reaches. Waits for the device once.
     """
-    device = next(model.parameters()).device
-    right, scored, training = torch.zeros((), device=device), 0, model.training
-    model.eval()
-    try:
-        for step in range(first_step, first_step + batches):
-            ids, targets = task.batch(step, batch, tokens, device)
-            with autocast(precision, device):
-                logits, _ = model(ids)
-            counts = targets != IGNORED
-            right += ((logits.argmax(-1) == targets) & counts).sum()
-            scored += counts.sum()
-    finally:
-        model.train(training)
-    return float(right / scored)
+    return by_position(model, task, batches=batches, first_step=first_step, **sizes).accuracy

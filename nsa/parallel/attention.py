@@ -37,7 +37,8 @@ def context_parallel_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
     strict: bool = False,
-) -> Tensor:
+    return_blocks: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """This rank's rows of `nsa_attention` over the sequence of all ranks: o [B, TL, HQ, DV].
 
     A collective call: every rank passes its rows, TL of each, as `shard_sequence` cuts them.
@@ -47,7 +48,8 @@ def context_parallel_attention(
     Args:
         q, k, v, gates, blocks: this rank's rows, [B, TL, ...]; otherwise as in `nsa_attention`.
             Keys and queries are rotated, if at all, by their positions in the whole sequence, and
-            phi's tables cover all P TL positions. `blocks` are indices in the whole sequence.
+            phi's tables cover all P TL positions. `blocks` are indices in the whole sequence, and
+            so are those that `return_blocks` adds to the result.
         context: the ranks, and the method.
         cu_seqlens: [N + 1], borders from 0 to P TL in the whole sequence, the same on each rank.
 
@@ -67,7 +69,7 @@ def context_parallel_attention(
         error = refused
     context.agree({} if error else _sizes(inputs, bounds, context), error)
     options = {"backend": backend, "strict": strict, "branches": inputs.branches}
-    options |= {"scale": inputs.scale}
+    options |= {"scale": inputs.scale, "return_blocks": return_blocks}
     if context.ranks == 1:
         return _attend(inputs, options, cu_seqlens=cu_seqlens)
     if context.method == "ulysses":
@@ -94,8 +96,8 @@ def _sizes(inputs: Inputs, bounds: tuple[int, ...], context: ContextParallel) ->
     return found | more | {n: getattr(context, n) for n in ("method", "heads_at_once")}
 
 
-def _attend(inputs: Inputs, options: Mapping[str, Any], **more: Any) -> Tensor:
-    """o of one call on this rank alone."""
+def _attend(inputs: Inputs, options: Mapping[str, Any], **more: Any) -> Any:
+    """o of one call on this rank alone, or (o, blocks) if options ask for them."""
     config, blocks = inputs.config, inputs.blocks
     given = {"phi": inputs.phi, "blocks": blocks, "sinks": inputs.sinks} | options | more
     return nsa_attention(inputs.q, inputs.k, inputs.v, inputs.gates, config, **given)
@@ -142,7 +144,7 @@ def _ulysses(
     context: ContextParallel,
     options: Mapping[str, Any],
     cu_seqlens: Tensor | None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """All tokens of 1/P of the heads on each rank (arXiv 2309.14509), then back."""
     each, group = inputs.kv_heads // context.ranks, inputs.group
     held = {id(x): x for x in (*inputs.k.values(), *inputs.v.values())}
@@ -164,8 +166,10 @@ def _ulysses(
         sinks=None if inputs.sinks is None else inputs.sinks[queries],
         phi=_phi_of(inputs.phi, rows),
     )
-    o = _attend(mine, options, cu_seqlens=cu_seqlens)
-    return heads_for_tokens([o], layout, context)[0]
+    found = _attend(mine, options, cu_seqlens=cu_seqlens)
+    if options["return_blocks"]:
+        return heads_for_tokens(found, layout, context)
+    return heads_for_tokens([found], layout, context)[0]
 
 
 def _gather(
@@ -174,7 +178,7 @@ def _gather(
     context: ContextParallel,
     options: Mapping[str, Any],
     bounds: tuple[int, ...],
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Own queries against gathered keys and values, a few KV heads at a time."""
     parts = _by_heads(inputs, context.heads_at_once or inputs.kv_heads)
     pools = can_pool(inputs, layout, bounds)
@@ -186,7 +190,14 @@ def _gather(
         following = parts[index + 1 : index + 2]
         ahead = _Sent(*following, layout, context, bounds, compress) if following else None
         outputs.append(sent.own_chunks(options))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return _joined(outputs, dim=2)
+
+
+def _joined(outputs: Sequence[Any], dim: int) -> Any:
+    """Tensors, or pairs (o, blocks) of them, end to end."""
+    if isinstance(outputs[0], tuple):
+        return tuple(_joined(parts, dim) for parts in zip(*outputs, strict=True))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=dim)
 
 
 class _Sent:
@@ -210,12 +221,12 @@ class _Sent:
         if compress is not None:  # while the others are on their way
             self.compressed = pooled(inputs, layout, context, compress)
 
-    def own_chunks(self, options: Mapping[str, Any]) -> Tensor:
-        """o of this rank's two chunks, each against the keys up to its end."""
+    def own_chunks(self, options: Mapping[str, Any]) -> Any:
+        """o, or (o, blocks), of this rank's two chunks, each against the keys up to its end."""
         compressed = ([], []) if self.compressed is None else self.compressed.wait()
         given = self._queries(), self.chunks, self.gathering.wait(), compressed
         outputs = [self._chunk(*each, options) for each in zip(*given, strict=True)]
-        return torch.cat(outputs, dim=1)
+        return _joined(outputs, dim=1)
 
     def _queries(self) -> list[dict[str, Tensor | None]]:
         """Tensors of each chunk's queries, cut at once: see `_by_heads`."""
@@ -231,7 +242,7 @@ class _Sent:
         gathered: list[Tensor],
         compressed: list[Tensor],
         options: Mapping[str, Any],
-    ) -> Tensor:
+    ) -> Any:
         inputs, bounds = self.inputs, self.bounds
         # Keys of sequences that ended before the chunk are seen by none of its queries.
         start = max(bound for bound in bounds if bound <= chunk.start)

@@ -25,6 +25,8 @@ def decode(
     branches: Sequence[str],
     scale: float,
     sinks: Float[Tensor, " HQ *n"] | None = None,
+    blocks: Int[Tensor, "B N HKV n"] | None = None,
+    selection: Int[Tensor, "B N HKV n"] | None = None,
 ) -> Float[Tensor, "B N HQ DV"]:
     """Eq. 5 for the queries at positions lengths[b] + i, i < counts[b]; other rows are 0.
 
@@ -32,7 +34,8 @@ def decode(
     compressed blocks from the first on, "slc" [B, S, HKV, *] the tokens from position 0 on, "win"
     [B, w - 1 + N, HKV, *] those from lengths[b] - w + 1 on. What stands behind a sequence's end, or
     before its beginning, is not looked at. In fp64 the rows equal those of `nsa.reference.nsa.nsa`
-    over the whole sequence.
+    over the whole sequence. `blocks` are attended to instead of scored ones, which are otherwise
+    written to `selection`.
     """
     o = q.new_zeros(*q.shape[:3], next(iter(v.values())).shape[-1])
     for b, (held, new) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
@@ -42,16 +45,21 @@ def decode(
         positions = torch.arange(held, total, device=q.device)
         keys = torch.arange(total, device=q.device)
         rows, outputs, lse = q[b : b + 1, :new], {}, {}
-        blocks = count_compressed(total, config)
-        visible = compressed_visible(positions, blocks, config)
+        pooled = count_compressed(total, config)
+        visible = compressed_visible(positions, pooled, config)
         if "cmp" in branches:
-            k_cmp, v_cmp = k["cmp"][b : b + 1, :blocks], v["cmp"][b : b + 1, :blocks]
+            k_cmp, v_cmp = (x["cmp"][b : b + 1, :pooled] for x in (k, v))
             outputs["cmp"], lse["cmp"] = attend(rows, k_cmp, v_cmp, visible, scale)
-        if "slc" in branches:
-            p_cmp, _ = attention_probs(rows, k["cmp"][b : b + 1, :blocks], visible, scale)
+        if "slc" in branches and blocks is not None:
+            chosen = blocks[b : b + 1, :new]
+        elif "slc" in branches:
+            p_cmp, _ = attention_probs(rows, k["cmp"][b : b + 1, :pooled], visible, scale)
             # Blocks without a compressed key yet have importance 0 and can be selected.
             scores = importance(p_cmp, config, tokens=total)
             chosen = select(scores, config, first_position=held)
+            if selection is not None:
+                selection[b, :new] = chosen[0]
+        if "slc" in branches:
             inside = selected_tokens(chosen, total, config) & (keys <= positions[:, None])
             k_slc, v_slc = k["slc"][b : b + 1, :total], v["slc"][b : b + 1, :total]
             outputs["slc"], lse["slc"] = attend(rows, k_slc, v_slc, inside, scale)

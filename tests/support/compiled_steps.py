@@ -22,6 +22,7 @@ CASES = {
     ),
     "recomputed in bf16": (tiny(checkpoint="0:1"), {"precision": "bf16", "accumulate": 2}),
     "auto": (tiny(backend="auto", phi="mlp", gate="softmax"), {}),
+    "shared selection": (tiny(layers=4, share_selection=2), {}),
     "dense": (tiny(attention="dense", backend="auto"), {}),
 }
 

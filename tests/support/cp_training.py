@@ -29,6 +29,12 @@ WAYS = {
         {},
         {"sinks": "learned"},
     ),
+    "fsdp, shared selection": ({"kind": "fsdp"}, {}, {"share_selection": 2}),
+    "ddp ulysses, shared selection": (
+        {"kind": "ddp", "cp_method": "ulysses"},
+        {},
+        {"share_selection": 2, "checkpoint": "all"},
+    ),
     "ddp, one branch": (
         {"kind": "ddp", "find_unused_parameters": True},
         {},

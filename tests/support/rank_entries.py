@@ -38,6 +38,12 @@ WAYS = {
     "fsdp, one branch": (FSDP, 1, {"force_branch": "win"}),
     "fsdp, kept": (FSDP | {"fsdp_reshard": False}, 2, {}),
     "fsdp, two blocks": (FSDP | {"fsdp_blocks": 2}, 1, {"layers": 3}),
+    "ddp static, shared selection": (STATIC, 1, {"layers": 3, "share_selection": 2}),
+    "fsdp, two blocks, shared selection": (
+        FSDP | {"fsdp_blocks": 2},
+        1,
+        {"layers": 4, "share_selection": 3, "checkpoint": "1:"},
+    ),
     "fsdp, two blocks checkpointed": (
         FSDP | {"fsdp_blocks": 2},
         2,

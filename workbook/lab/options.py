@@ -51,7 +51,7 @@ class Options:
 
     data: str = setting(
         "text (Python's own library, the default), synthetic, copy, needle, recall, fineweb-edu, "
-        "or a file or folder",
+        "or a file or folder; of text shards the training split",
         "text",
         metavar="DATA",
     )

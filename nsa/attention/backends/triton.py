@@ -35,8 +35,8 @@ GRAIN = 8  # head dims are padded to a multiple: 16 bytes in 16-bit types
 SOUND = 64
 
 
-def fused(inputs: Inputs, note: Note) -> tuple[Tensor, dict[str, Tensor]]:
-    """(gated sum o [B, T, HQ, DV], lse by branch), packed sequences included."""
+def fused(inputs: Inputs, note: Note) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """(gated sum o [B, T, HQ, DV], lse by branch, blocks), packed sequences included."""
     for branch in inputs.branches:
         note(branch, "triton")
     return _attend(inputs, inputs.branches, inputs.gates.flatten(0, 1), compressed(inputs), note)
@@ -48,7 +48,7 @@ def run(inputs: Inputs, note: Note) -> Branches:
     for branch in inputs.branches:
         note(branch, "triton")
     found = {b: _attend(inputs, (b,), None, given, note) for b in inputs.branches}
-    return {b: (o, lse.get(b)) for b, (o, lse) in found.items()}
+    return {b: (o, lse.get(b)) for b, (o, lse, _) in found.items()}
 
 
 def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _attend(
     given: tuple[Tensor | None, Tensor | None],
     note: Note,
     blocks: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
     from nsa.kernels import ops
     from nsa.kernels.registration import sizes_of
 
@@ -93,15 +93,17 @@ def _attend(
     if blocks is not None:
         blocks = blocks.flatten(0, 1).int().contiguous() if "slc" in branches else None
     learned = any(x is not None and x.requires_grad for x in (*tensors, gates, inputs.sinks))
-    keep = (learned and torch.is_grad_enabled()) or inputs.return_lse
+    returned = inputs.return_lse or (inputs.return_blocks and scored)
+    keep = (learned and torch.is_grad_enabled()) or returned
     plain = q.shape[0], sizes_of(inputs.config), scale, keep, *_offset(inputs)
     found = ops.attend(*tensors, gates, inputs.sinks, blocks, inputs.cu_seqlens, *plain)
     o = found[0][..., : inputs.value_dim].unflatten(0, q.shape[:2])
+    chosen = found[8].unflatten(0, q.shape[:2]) if scored and keep else None
     if not inputs.return_lse:
-        return o, {}
+        return o, {}, chosen
     of_cmp, of_win, of_slc = found[4:7]
     lse2 = {"cmp": of_cmp.t(), "slc": of_slc, "win": of_win.t()}
-    return o, {b: (lse2[b] * math.log(2)).unflatten(0, q.shape[:2]) for b in branches}
+    return o, {b: (lse2[b] * math.log(2)).unflatten(0, q.shape[:2]) for b in branches}, chosen
 
 
 def _offset(inputs: Inputs) -> tuple:

@@ -16,7 +16,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from nsa.hf import NSAConfig, from_fla, to_fla
+from nsa.hf import NSAConfig, NSAForCausalLM, from_fla, to_fla
+from nsa.model.llama import LanguageModel
 
 IDS = torch.randint(97, (1, 120), generator=torch.Generator().manual_seed(5))
 EXACT = {"rtol": 0, "atol": 3e-5}  # angles are fp32 here, of up to 350
@@ -168,6 +169,9 @@ def test_a_model_of_another_layout_is_not_written(tmp_path):
     model = from_fla(source, shared_kv=False, nsa={"select_count": 6})
     with pytest.raises(ValueError, match=r"no shared_kv=False, nsa\.select_count=6; it has"):
         to_fla(model, tmp_path / "none")
+    shares = from_fla(source).language_model().config.with_(share_selection=2)
+    with pytest.raises(ValueError, match=r"no share_selection=2; it has"):
+        to_fla(NSAForCausalLM.of(LanguageModel(shares)), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 

@@ -70,7 +70,9 @@ ROPE = [
 
 
 @pytest.mark.parametrize("rope", ROPE, ids=lambda rope: rope["rope_type"])
-@pytest.mark.parametrize("options", [{}, {"phi": "linear"}, {"shared_kv": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"phi": "linear"}, {"shared_kv": True, "share_selection": 2}], ids=str
+)
 def test_where_all_is_seen_each_branch_and_their_mean_are_the_llama(rope, options):
     """Two of the three gates at 1/2 are left: 1/2 of each of two dense branches."""
     dense = llama(rope_parameters=rope)
@@ -85,6 +87,7 @@ def test_where_all_is_seen_each_branch_and_their_mean_are_the_llama(rope, option
         # transformers turns by angles in fp32
         torch.testing.assert_close(model(IDS).logits, wanted, rtol=0, atol=1e-5)
         assert (half - wanted).abs().max() > 0.1  # the compressed branch is no dense attention
+        options.pop("share_selection", None)
         for branch in ("slc", "win"):
             alone, _ = from_llama(dense, WIDE, backend="gather", force_branch=branch, **options)
             torch.testing.assert_close(alone(IDS).logits, wanted, rtol=0, atol=1e-5)

@@ -13,6 +13,7 @@ from decode_inputs import Step, after, draw, on_cache, whole
 from nsa.config import NSAConfig
 from nsa.kernels.decode import Call, declined, decode, tuning
 from nsa.kernels.decode_common import Tuning
+from nsa.reference.nsa import nsa
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -106,6 +107,33 @@ def test_phi_of_the_blocks_that_a_step_completes(phi, rotary):
 def test_branches_that_are_not_computed_need_no_tensors(branches):
     check(Step((37,), TINY, branches=branches, new=2), CUT)
     check(Step((37,), TINY, branches=branches), WHOLE)
+
+
+@pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("slc",)], ids=str)
+@pytest.mark.parametrize("tuned", [CUT, WHOLE], ids=["cut", "whole"])
+def test_a_selection_is_handed_out_and_another_one_is_taken(tuned, branches):
+    step = Step((40, 37), TINY, new=2, page=8, branches=branches)
+    slots = 2, 2, step.kv_heads, 4
+    chosen = torch.full(slots, -1, dtype=torch.int32, device=DEVICE)
+    other = torch.tensor([1, 2, 4, -1], dtype=torch.int32, device=DEVICE).expand(slots)
+    found = []
+    for how in ({"selection": chosen}, {"given": chosen}, {"given": other}):
+        cache = draw(step, DEVICE)
+        args, kwargs = cache.arguments()
+        found.append(decode(*args, **kwargs, **how, tuned=tuned))
+        for b, held in enumerate(step.lengths):
+            own, total = slice(b, b + 1), held + 2
+            k, v = (
+                {n: x[own, :total].double() for n, x in side.items()} for side in (cache.k, cache.v)
+            )
+            q, gates = cache.q[own].double(), cache.gates[own].double()
+            blocks = how["given"][own] if "given" in how else None
+            given = {"branches": branches, "q_start": held, "blocks": blocks}
+            exact = nsa(q, k, v, gates, TINY, **given)
+            torch.testing.assert_close(found[-1][own].double(), exact.o, atol=2e-5, rtol=0)
+            if blocks is None:
+                assert torch.equal(chosen[own], exact.blocks)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
 @pytest.mark.slow

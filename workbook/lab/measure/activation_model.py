@@ -91,7 +91,8 @@ def activations(
         # each layer's two norms and the last one: inputs and outputs
         residual=rows * (2 * config.layers + 1) * config.dim * (FP32 + size),
         mlp=each * tokens * 4 * config.mlp_size * size,
-        attention=each * (tokens * _attention(config, name, size) + one_by_one),
+        attention=each * (tokens * _attention(config, name, size) + one_by_one)
+        + rows * _selections(config, name),
         head=rows * FP32 * 2 * config.vocab,
         quadratic=each * _squares(config, name, tokens, size),
     )
@@ -109,9 +110,15 @@ def _attention(config: ModelConfig, backend: str, size: int) -> int:
     kept += FP32 * 3 * config.heads
     if backend == "packed":
         kept += FP32 * outputs  # the selected branch's o before it is rounded
-    if backend in ("gather", "packed", "triton"):
-        kept += 4 * config.nsa.select_count * config.kv_heads  # the selection
     return kept
+
+
+def _selections(config: ModelConfig, backend: str) -> int:
+    """Bytes per token of the selections of all layers; those that share one keep it once."""
+    if backend not in ("gather", "packed", "triton"):
+        return 0
+    layers = -(-config.layers // config.share_selection)
+    return layers * 4 * config.nsa.select_count * config.kv_heads
 
 
 def _squares(config: ModelConfig, backend: str, tokens: int, size: int) -> int:

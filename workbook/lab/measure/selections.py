@@ -7,15 +7,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from nsa.attention.api import with_blocks
 from nsa.config import NSAConfig
 from nsa.model.layer import NSAAttention
 from nsa.model.train_config import autocast
-from workbook.lab.observers.attention_stats import (
-    distances,
-    gate_statistics,
-    layer_inputs,
-    with_blocks,
-)
+from workbook.lab.observers.attention_stats import distances, gate_statistics, layer_inputs
 
 UNITED = 8  # consecutive queries whose blocks our kernels unite
 NEIGHBOURS = (4, UNITED, 64)  # numbers of them whose unions are counted
@@ -39,7 +35,9 @@ def selections(
     found: list[dict[str, Any]] = []
 
     def look(layer: NSAAttention, args: tuple, kwargs: dict) -> None:
-        inputs = layer_inputs(layer, *args[:2], **kwargs)
+        if kwargs.get("blocks") is not None:  # the selection of an earlier layer
+            return
+        inputs = layer_inputs(layer, *args[:2])
         config, gates = inputs.config, gate_statistics(inputs.gates)
         alone = replace(inputs, config=replace(config, select_initial=0, select_local=1))
         with torch.autocast(tokens.device.type, enabled=False):

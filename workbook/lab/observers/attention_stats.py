@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from nsa.attention import registry
-from nsa.attention.api import branches_of
-from nsa.attention.branches import select_blocks
+from nsa.attention.api import branches_of, with_blocks
 from nsa.attention.inputs import Inputs, checked
 from nsa.attention.span import wide
 from nsa.config import NSAConfig
 from nsa.model.layer import NSAAttention
-from nsa.reference.compress import compress_keys
 from nsa.reference.nsa import BRANCHES
 from workbook.lab.observers.deferred import Deferred
 from workbook.lab.observers.module_order import refuse_without_hooks
@@ -114,7 +111,13 @@ class AttentionStats:
 
 @torch.no_grad()
 def look(
-    layer: NSAAttention, x: Tensor, rotary: Any = None, cu_seqlens: Tensor | None = None
+    layer: NSAAttention,
+    x: Tensor,
+    rotary: Any = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    blocks: Tensor | None = None,
+    return_blocks: bool = False,
 ) -> Tensor:
     """Compute the NAMES of this layer for the input of its forward, fp32 on the device.
 
@@ -122,13 +125,13 @@ def look(
     """
     if cu_seqlens is not None:
         raise ValueError("packed sequences cannot be looked into; a batch of one length can")
-    inputs, name = layer_inputs(layer, x, rotary), layer.config.backend
+    inputs, name = layer_inputs(layer, x, rotary, blocks), layer.config.backend
     backend = registry.choose(inputs).backend if name == "auto" else registry.get(name)
     nan = x.new_full((), float("nan"), dtype=torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         selected = [nan] * 6
         if "slc" in inputs.branches:
-            inputs = with_blocks(inputs, backend.name)
+            inputs = with_blocks(inputs, backend.name) if blocks is None else inputs
             selected = distances(inputs.blocks, inputs.config)
             selected += keys_attended(inputs.blocks, inputs.config)
         norms = dict.fromkeys(BRANCHES, nan)
@@ -138,21 +141,11 @@ def look(
         return torch.stack([value.float() for value in found])
 
 
-def layer_inputs(layer: NSAAttention, x: Tensor, rotary: Any = None) -> Inputs:
-    """Inputs of this layer's attention for hidden states x [B, T, E]."""
-    return checked(**layer.arguments(x, rotary), blocks=None, scale=None)
-
-
-def with_blocks(inputs: Inputs, backend: str = "auto") -> Inputs:
-    """Inputs with their selection, which `triton` computes by its own kernel."""
-    if backend == "auto":
-        backend = registry.choose(inputs).backend.name
-    if backend == "triton":
-        from nsa.attention.backends import triton
-
-        return replace(inputs, blocks=triton.select_blocks(inputs, triton.compressed(inputs)[0]))
-    k_cmp = compress_keys(inputs.k["cmp"], inputs.phi, inputs.config)
-    return replace(inputs, blocks=select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale))
+def layer_inputs(
+    layer: NSAAttention, x: Tensor, rotary: Any = None, blocks: Tensor | None = None
+) -> Inputs:
+    """Inputs of this layer's attention for hidden states x [B, T, E], and another's blocks."""
+    return checked(**layer.arguments(x, rotary, blocks=blocks), scale=None)
 
 
 def gate_statistics(gates: Tensor) -> list[Tensor]:

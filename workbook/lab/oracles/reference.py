@@ -129,7 +129,7 @@ def _reference(inputs: Inputs) -> Result:
 
 
 def _given(inputs: Inputs) -> dict[str, Any]:
-    derived = ("places", "return_lse")
+    derived = ("places", "return_lse", "return_blocks")
     return {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name not in derived}
 
 

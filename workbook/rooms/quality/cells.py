@@ -25,6 +25,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "phi-mlp": {"phi": "mlp"},
     "gate-softmax": {"gate": "softmax"},
     "gate-uniform": {"gate": "uniform"},
+    "share-2": {"share_selection": 2},  # every second layer selects
+    "share-4": {"share_selection": 4},
 }
 
 

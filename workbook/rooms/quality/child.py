@@ -15,9 +15,9 @@ from nsa.attention import witness
 from nsa.model import saving
 from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.parallel import SINGLE
+from nsa.model.positions import ByPosition, by_position
 from nsa.model.shards import Shards, opened
 from nsa.model.train import Trainer
-from workbook.lab.measure.positions import ByPosition, by_position
 from workbook.lab.measure.selections import selections
 from workbook.lab.training import trainer_at
 from workbook.rooms.quality.cells import Cell

@@ -182,7 +182,23 @@ def source_of(job: Job) -> Any:
             f"data={job.data!r} is no file or folder; known are text, synthetic, "
             f"{', '.join(TASKS)}, fineweb-edu"
         )
+    folder = Path(job.data).expanduser()
+    if (folder / "manifest.json").is_file() and (folder / "train.bin").is_file():
+        return _trained_on(folder, job)
     return data.text(job.data, seed=job.seed)
+
+
+def _trained_on(folder: Path, job: Job) -> Any:
+    """The training split of text shards, as tokens if they have a tokenizer. ValueError if it is
+    not for the model's vocabulary."""
+    from nsa.model import shards, tokens
+
+    found = shards.opened(folder)
+    if "tokenizer" not in found.manifest:
+        return found.text("train", job.seed)
+    split = tokens.tokens(found, "train", job.seed)
+    split.check(job.model.vocab)
+    return split
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ BAD_INPUT = [
     (["--preset", "produktion"], "no preset 'produktion'; the nearest is 'production'"),
     (["--set", "layers"], "'layers' is not of the form name=value, as in --set layers=2"),
     (["--set", "nsa.windw=64"], "the nearest is 'nsa.window'"),
+    (["--set", "share_selection=0"], "share_selection=0 must be at least 1"),
     (["--set", "rope.base=1"], "only nsa has fields below it"),
     (["--set", "gate_temperature=-1.0"], "gate_temperature=-1.0 must be finite and greater than 0"),
     (["--checkpoint", "0:9"], "checkpoint='0:9' does not fit 1 layers"),

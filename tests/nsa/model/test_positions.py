@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from nsa.model.data import IGNORED, synthetic
 from nsa.model.llama import LanguageModel
-from workbook.lab.measure.positions import ByPosition, by_position
+from nsa.model.positions import ByPosition, by_position
 
 
 class Some:
