@@ -153,7 +153,7 @@ def interpreted() -> dict[str, dict[str, float]]:
     registry._loaded["triton"] = replace(of, compress=called)
     found = {}
     for phi, rotated in (("mean", True), ("mlp", False)):
-        case = Case(32, phi=phi, compress_rope=rotated, shared=True)
+        case = Case(16, group=1, phi=phi, compress_rope=rotated, shared=True)
         found[str(case)] = compared(case, 1, context, "triton", torch.float32)
     return found | {"calls": {"compress": called.call_count}}
 
