@@ -108,7 +108,7 @@ class NSAAttention(nn.Module):
             config = dim
         registry.check_name(config.backend)
         self.config = config
-        self.context: ContextParallel | None = None
+        self.share_sequences(None)
         dim, heads, kv_heads = config.dim, config.heads, config.kv_heads
         self.q_proj = nn.Linear(dim, heads * config.head_dim, bias=False)
         if config.shared_kv:
@@ -212,11 +212,17 @@ class NSAAttention(nn.Module):
             if self.context is None:
                 o = nsa_attention(**arguments)
             else:
-                o = context_parallel_attention(**arguments, context=self.context)
+                o = self._attend_shared(**arguments, context=self.context)
         if return_blocks:
             o, blocks = o
             return self.o_proj(o.flatten(2)), blocks
         return self.o_proj(o.flatten(2))
+
+    def share_sequences(self, context: ContextParallel | None) -> None:
+        """Take x as this rank's rows of sequences on the ranks of `context`; None: whole ones."""
+        self.context = context
+        if context is not None:  # what is sent beside other work cannot be traced
+            self._attend_shared = torch.compiler.disable(context_parallel_attention)
 
     def _from_cache(
         self,

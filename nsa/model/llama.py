@@ -195,9 +195,10 @@ class Decoder(nn.Module):
         if context is not None:
             check_shareable(self.sizes, context)
         self.context = context
-        for block in self.blocks:  # which need not compare what the model has compared
-            within = None if context is None else replace(context, check=False)
-            block.attention.context = within
+        # Layers need not compare what the model has compared.
+        within = None if context is None else replace(context, check=False)
+        for block in self.blocks if self.sizes.attention == "nsa" else ():
+            block.attention.share_sequences(within)
 
     def _check_on_all_ranks(self, tokens: Tensor, cu_seqlens: Tensor | None) -> None:
         """`check`, which on the ranks of `context` fails on all if on one."""

@@ -20,7 +20,6 @@ from nsa.reference.compress import Phi, PhiWeights
 from nsa.reference.nsa import BRANCHES
 
 
-@torch.compiler.disable  # collectives that run beside other work cannot be traced
 def context_parallel_attention(
     q: Tensor,
     k: Tensor | Mapping[str, Tensor],
