@@ -32,7 +32,7 @@ def place(tmp_path, monkeypatch):
     [
         (CP, "cp=2 needs several ranks: parallel='ddp' or 'fsdp' would do"),
         (["--ranks", "3", *CP], "cp=2 does not divide 3 rank(s); cp may be 1, 3"),
-        (["--ranks", "2", *CP, "--compile"], "compile=True with cp=2"),
+        (["--ranks", "2", *CP, "--cuda-graph"], "cuda_graph=True with cp=2"),
         (["--ranks", "2", *CP, "--observe", "stats"], "look at whole sequences, and with --cp 2"),
         (["--ranks", "2", *CP, "--set", "attention=dense"], "'dense' does not share sequences"),
         (["--ranks", "4", "--cp", "4", "--cp-method", "ulysses"], "4 ranks as many of the HKV=2"),
@@ -85,7 +85,7 @@ def test_an_estimate_has_less_for_a_rank_that_shares_a_sequence_with_another():
     ("changes", "message"),
     [
         ({"cp": 3}, "cp=3 does not divide 2 rank"),
-        ({"cp": 2, "compile": True}, "compile=True with cp=2"),
+        ({"cp": 2, "cuda_graph": True}, "cuda_graph=True with cp=2"),
         ({"cp": 2, "tokens": 32}, "32 tokens are 1 block"),
         ({"cp": 2, "attention": "dense", "backend": "sdpa"}, "'dense' does not share sequences"),
     ],
