@@ -158,9 +158,7 @@ def with_blocks(
 ) -> Inputs:
     """Inputs with the selection that this backend would score, [B, T, HKV, n] int32, and with the
     compressed keys and values that it is scored by, which are then made once."""
-    if backend == "auto":
-        backend = registry.choose(inputs).backend.name
-    if backend in ("triton", "flash") and not triton.why_not(inputs):
+    if registry.taken(backend, inputs).name in ("triton", "flash") and not triton.why_not(inputs):
         given = triton.compressed(inputs)
         note("score", "triton")
         with torch.no_grad():

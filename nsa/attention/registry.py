@@ -112,6 +112,12 @@ class Choice:
         return "\n".join(lines)
 
 
+def taken(name: str, inputs: Inputs) -> Backend:
+    """Return the backend of that name, for "auto" the one that `choose` takes. A named one is not
+    asked whether it declines."""
+    return choose(inputs).backend if name == "auto" else get(name)
+
+
 def choose(inputs: Inputs) -> Choice:
     """Choose the first backend in order of preference that accepts the inputs.
 

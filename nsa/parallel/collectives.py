@@ -123,8 +123,7 @@ class Gathering:
         self.context, self.layout = context, layout
         self.shapes, self.dtype = [x.shape for x in xs], xs[0].dtype
         self.ends = ends or tuple(rows.stop for rows in layout.chunks(context.rank))
-        self._work = self._kept = None
-        self._received = self._sum = None
+        self._work = self._kept = self._received = None
         self._token = _Start.apply(self, *xs)
 
     def wait(self) -> tuple[list[Tensor], list[Tensor]]:

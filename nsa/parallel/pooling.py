@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa.attention.branches import compressed
 from nsa.attention.inputs import Inputs
-from nsa.attention.registry import Compress, choose, get
+from nsa.attention.registry import Compress, taken
 from nsa.attention.transforms import without_autocast
 from nsa.blocks import count_compressed
 from nsa.parallel.collectives import Gathering
@@ -34,8 +34,7 @@ def can_pool(inputs: Inputs, layout: Layout, bounds: Sequence[int]) -> bool:
 
 def compress_of(backend: str, inputs: Inputs) -> Compress:
     """The compression of the backend that takes this rank's rows: "auto" or one by name."""
-    chosen = choose(inputs).backend if backend == "auto" else get(backend)
-    return chosen.compress or compressed
+    return taken(backend, inputs).compress or compressed
 
 
 def pooled(

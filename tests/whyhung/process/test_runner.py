@@ -175,7 +175,7 @@ def test_who_skips_a_collective_is_named_and_it_is_in_the_flight_recorders(tmp_p
 
 @pytest.mark.slow
 def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path):
-    """Of two ranks; a single one is test_no_trial_outlives_a_kill_of_its_supervisor's."""
+    """Two ranks end with it; test_no_trial_outlives_a_kill_of_its_supervisor has a single one."""
     code = (
         "from whyhung.process.runner import Spec, run\n"
         f"spec = Spec('subject_entries:each_waits', {{'pids': {str(tmp_path)!r}}}, ranks=2)\n"

@@ -125,8 +125,8 @@ def look(
     """
     if cu_seqlens is not None:
         raise ValueError("packed sequences cannot be looked into; a batch of one length can")
-    inputs, name = layer_inputs(layer, x, rotary, blocks), layer.config.backend
-    backend = registry.choose(inputs).backend if name == "auto" else registry.get(name)
+    inputs = layer_inputs(layer, x, rotary, blocks)
+    backend = registry.taken(layer.config.backend, inputs)
     nan = x.new_full((), float("nan"), dtype=torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         selected = [nan] * 6

@@ -50,7 +50,7 @@ def check_call(
             f"a branch, too many to recompute in fp64; {most} tokens would do, and strict=True "
             "looks at the values of calls of any size"
         )
-    chosen = registry.choose(inputs).backend if backend == "auto" else registry.get(backend)
+    chosen = registry.taken(backend, inputs)
     call = partial(_branches, backend=chosen.name)
     own = call(inputs)
     for name, o in own.items():
