@@ -47,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     option("--precision", choices=("fp32", "bf16"), help="bf16 on a GPU, fp32 without")
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
     option("--no-compile", action="store_false", dest="compile", help="on a GPU, blocks eagerly")
+    text = "on a GPU, a step kernel by kernel, not as a CUDA graph"
+    option("--no-cuda-graph", action="store_false", dest="cuda_graph", help=text)
     text = "begin no cell that would not be done in time, by the first like it"
     option("--whole", action="store_true", help=text)
     option("--done", action="append", default=[], help="rows.jsonl of earlier calls")
@@ -91,6 +93,7 @@ def run(
     if not gpu:  # nothing is compiled
         setup = evaluation = 0.0
     given = {"device": _device(arguments), "compile": gpu and arguments.compile}
+    given["cuda_graph"] = gpu and arguments.cuda_graph
     given |= {"amounts": amounts_of(cells[0], arguments.longest), "say": _say}
     took: dict[tuple[str, int], float] = {}
     with (out / "rows.jsonl").open("w", encoding="utf-8") as lines:

@@ -98,7 +98,7 @@ class Cell:
             return dense_twin(base, same_parameters=self.arm == "dense-wide")
         return base
 
-    def training(self, compile: bool = False) -> TrainConfig:
+    def training(self, compile: bool = False, cuda_graph: bool = False) -> TrainConfig:
         """AdamW, a warm-up of 5 % of the steps, then a cosine to a tenth of the rate."""
         return TrainConfig(
             self.batch,
@@ -110,6 +110,7 @@ class Cell:
             warmup_steps=max(1, self.steps // 20),
             precision=self.precision,
             compile=compile,
+            cuda_graph=cuda_graph,
             seed=self.seed,
         )
 

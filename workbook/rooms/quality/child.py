@@ -17,7 +17,7 @@ from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.parallel import SINGLE
 from nsa.model.positions import ByPosition, by_position
 from nsa.model.shards import Shards, opened
-from nsa.model.train import Trainer
+from nsa.model.train import WARMUP, Trainer
 from workbook.lab.measure.selections import selections
 from workbook.lab.training import trainer_at
 from workbook.rooms.quality.cells import Cell
@@ -30,7 +30,8 @@ TIMES = (1, 2, 4)  # of the trained length, at which tasks are asked
 SELECTED_AT = (8192, 32768)  # lengths of the text whose selections are described, and T itself
 HELD_OUT_SEED = 1337  # of evaluation: every arm and seed reads the same passages
 SEEN = ("gates", "entropy", "union_mean", "forced", "first_anyway", "local_anyway")
-LEFT_OUT = 3  # first steps of a process, which compile
+LEFT_OUT = WARMUP + 2  # first steps of a process, which compile and capture
+AT_ONCE = 65536  # tokens that an evaluation reads at once, or a step's if they are more
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def train_cell(spec: dict[str, Any]) -> dict[str, Any]:
     cell = Cell.from_dict(spec["cell"])
     amounts = amounts_of(cell, spec["longest"])
     with tempfile.TemporaryDirectory() as folder:
-        given = {"device": spec["device"], "compile": spec["device"] == "cuda", "amounts": amounts}
+        gpu = spec["device"] == "cuda"
+        given = {"device": spec["device"], "compile": gpu, "cuda_graph": gpu, "amounts": amounts}
         return run_cell(cell, opened(spec["text"]), Path(folder), **given)
 
 
@@ -85,6 +87,7 @@ def run_cell(
     *,
     device: str,
     compile: bool = False,
+    cuda_graph: bool = False,
     until: float = math.inf,
     amounts: Amounts = Amounts(),
     clock: Callable[[], float] = time.perf_counter,
@@ -103,7 +106,7 @@ def run_cell(
         torch.compiler.reset()  # each cell's blocks are others; the compiler's files are kept
     train = Planted(shards.text("train", cell.seed), cell.seed)
     held_out = shards.text("held-out", HELD_OUT_SEED)
-    config = cell.training(compile=compile)
+    config = cell.training(compile=compile, cuda_graph=cuda_graph)
     place, model = replace(SINGLE, device=device), cell.config()
     with (
         witness.recording() as seen,
@@ -190,9 +193,9 @@ def _eager(model: LanguageModel) -> LanguageModel:
 def _measure(
     model: LanguageModel, cell: Cell, data: Any, tokens: int, amount: int, precision: str
 ) -> ByPosition:
-    """Evaluate about `amount` bytes in rows of `tokens`, as many at once as a step has."""
+    """Evaluate about `amount` bytes in rows of `tokens`."""
     rows = max(1, amount // tokens)
-    batch = max(1, min(rows, cell.batch_tokens // tokens))
+    batch = max(1, min(rows, max(AT_ONCE, cell.batch_tokens) // tokens))
     given = {"batch": batch, "tokens": tokens, "batches": max(1, rows // batch)}
     return by_position(_eager(model), data, **given, precision=precision)
 
@@ -219,6 +222,7 @@ def _facts(
         "device": name,
         "torch": torch.__version__,
         "compiled": trainer.config.compile,
+        "cuda_graph": trainer.config.cuda_graph,
         "data": shards.record(),
     }
 
