@@ -13,13 +13,14 @@ from workbook.lab import sweep
 from workbook.rooms.quality.cells import BASE, DENSE, Cell, cells_of
 from workbook.rooms.quality.planted import KINDS
 from workbook.runs import measured, metrics
-from workbook.runs.measured import FILE, read, write
+from workbook.runs.measured import FILE, write
 
 ENTRY = "workbook.rooms.quality.child:train_cell"
 MAX_TEXT = 8 << 20  # bytes of a CPU's training text, which reads less of it
 __all__ = ["FILE", "cells", "check_parameters", "measure", "read", "to_metrics", "write"]
 
 Rows = Sequence[dict[str, Any]]
+SAME = ("model", "bytes", "batch_tokens", "lr", "precision")  # of cells that are compared
 
 
 def cells(values: Mapping[str, Any]) -> list[Cell]:
@@ -39,6 +40,26 @@ def check_parameters(values: Mapping[str, Any]) -> None:
         raise ValueError("two cells are equal; each arm, seed and length is named once")
     choice("longest", values["longest"], (1, 2, 4))
     measured.check_files(values["rows"], "python -m workbook.rooms.quality")
+    if values["rows"]:
+        read(values["rows"], found[0])
+
+
+def read(files: Sequence[str], cell: Cell) -> list[dict[str, Any]]:
+    """Rows of the files that were trained as `cell` was: arm, seed and length may differ.
+    ValueError, with how the others were trained, if there are none."""
+    found, wanted = measured.read(files), {name: getattr(cell, name) for name in SAME}
+    others = [{name: row["cell"][name] for name in SAME} for row in found]
+    mine = [row for row, other in zip(found, others, strict=True) if other == wanted]
+    if not mine:
+        known = "; or ".join(dict.fromkeys(_differences(other, wanted) for other in others))
+        raise ValueError(f"rows={list(files)} hold no cell of these parameters, but with {known}")
+    return mine
+
+
+def _differences(other: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """How another training differs, in the notebook's parameters."""
+    given = {name: value for name, value in other.items() if value != wanted[name]}
+    return ", ".join(f"{'train_bytes' if n == 'bytes' else n}={v}" for n, v in given.items())
 
 
 def measure(

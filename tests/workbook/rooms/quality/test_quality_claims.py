@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from text_packages import small_shards
@@ -10,11 +11,12 @@ from workbook.rooms.quality.table import Interval
 from workbook.runs import measured
 
 T = 8192
+LIKE = Cell("nsa", 0, T, 1 << 20, "small", 65536)
 
 
 def row(arm, seed, bits=1.5, accuracy=0.9, fall=0.3, seconds=100.0, **changes):
     """Row of a cell that ended well; loss falls by `fall` beyond position 2048."""
-    cell = Cell(arm, seed, T, 1 << 20, "small", 65536).to_dict()
+    cell = replace(LIKE, arm=arm, seed=seed).to_dict()
     ends = [64 << n for n in range(8)]
     tasks = {kind: {str(n * T): [accuracy, 1.0] for n in (1, 2)} for kind in trials.KINDS}
     layer = {"gates": [0.2, 0.3, 0.5], "entropy": 1.0, "union": {"4": {"20": 3, "22": 1}}}
@@ -138,13 +140,24 @@ def test_rows_of_several_calls_are_joined_and_a_done_one_wins(tmp_path):
         trials.write(content, tmp_path)
         (tmp_path / trials.FILE).rename(tmp_path / name)
     for order in ("ab", "ba"):
-        found = trials.read([str(tmp_path / name) for name in order])
+        found = trials.read([str(tmp_path / name) for name in order], LIKE)
         assert sorted((r["cell"]["arm"], r["outcome"]) for r in found) == [
             ("dense", "ok"), ("nsa", "ok")
         ]  # fmt: skip
     (tmp_path / "c").write_text("no json")
     with pytest.raises(ValueError, match="c holds no rows"):
-        trials.read([str(tmp_path / "c")])
+        trials.read([str(tmp_path / "c")], LIKE)
+
+
+def test_rows_of_another_training_are_left_out_and_alone_are_refused(tmp_path):
+    other = row("nsa", 0)
+    other["cell"] = replace(LIKE, bytes=3 << 20, batch_tokens=T).to_dict()
+    trials.write([other, row("dense", 1)], tmp_path)
+    file = str(tmp_path / trials.FILE)
+    assert [one["cell"]["arm"] for one in trials.read([file], LIKE)] == ["dense"]
+    trials.write([other], tmp_path)
+    with pytest.raises(ValueError, match=r"no cell of .* with train_bytes=3145728, batch_tokens="):
+        trials.read([file], LIKE)
 
 
 @pytest.mark.processes
@@ -161,6 +174,6 @@ def test_cells_are_trained_in_processes_of_their_own(tmp_path):
 def test_rows_are_found_from_the_top_of_the_clone_too(tmp_path, monkeypatch):
     trials.write([row("nsa", 0)], tmp_path)
     monkeypatch.setattr(measured, "PACKAGE", tmp_path / "nsa")
-    assert len(trials.read([trials.FILE])) == 1
+    assert len(trials.read([trials.FILE], LIKE)) == 1
     with pytest.raises(ValueError, match=r"other.jsonl holds no rows"):
-        trials.read(["other.jsonl"])
+        trials.read(["other.jsonl"], LIKE)
