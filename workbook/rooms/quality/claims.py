@@ -13,6 +13,8 @@ from workbook.runs.looks import length
 Rows = Sequence[dict[str, Any]]
 CLOSE = 0.005  # of dense's bits a byte
 SHARE = 0.02  # of a task's bytes that may be lost
+FOUND = 0.1  # of a task's bytes; fewer are found by chance, one in 26
+FALL = 0.02  # bits a byte; where dense's loss falls by less, there is nothing to use at a distance
 FROM = 2048  # positions beyond which the loss must still fall
 LEARNT = 3.0  # bits a byte; worse models have learnt hardly more than which bytes are frequent
 UNLEARNT = f"dense attention itself has more than {LEARNT:g} bits a byte: too little was learnt"
@@ -72,7 +74,9 @@ def falls_with_position(rows: Rows, tokens: int) -> Claim:
     )
     found = table.paired(rows, DENSE, BASE, tokens, lambda row: table.falls(row, FROM))
     sentence += f" by {mine.told()} bits a byte, as dense's does by {dense.told()}"
-    return _decided(rows, tokens, sentence, found, most=max(0.0, dense.mean) / 10)
+    if dense.values and dense.mean < FALL:
+        return Claim.not_here(sentence, f"dense attention's own falls by less than {FALL:g}")
+    return _decided(rows, tokens, sentence, found, most=dense.mean / 10)
 
 
 def recalls_as_dense(rows: Rows, tokens: int, kind: str) -> Claim:
@@ -83,6 +87,8 @@ def recalls_as_dense(rows: Rows, tokens: int, kind: str) -> Claim:
     found = table.paired(rows, DENSE, BASE, tokens, table.accuracy(kind))
     sentence = f"at {length(tokens)} NSA's accuracy of {kind} is {mine.told('.3f')}, at least that "
     sentence += f"of dense, {dense.told('.3f')}, less {SHARE:g}"
+    if dense.values and dense.mean < FOUND:
+        return Claim.not_here(sentence, f"dense attention itself answers fewer than {FOUND:g}")
     return _decided(rows, tokens, sentence, found, most=SHARE)
 
 

@@ -92,6 +92,16 @@ def test_models_that_learnt_little_decide_nothing_but_divergence():
     assert claims.control_loses(rows()[:2], T, "window").verdict == "NOT APPLICABLE"
 
 
+@pytest.mark.parametrize(
+    ("dense", "claim"), [({"accuracy": 0.04}, "accuracy of"), ({"fall": 0.01}, "falls from")]
+)
+def test_what_dense_attention_does_not_learn_is_no_credit_to_nsa(dense, claim):
+    found = [one for one in rows(**dense) if one["cell"]["arm"] != "dense"]
+    found += [row("dense", seed, **dense) for seed in range(3)]
+    told = [c for c in claims.all_claims(found) if claim in c.claim]
+    assert told and {c.verdict for c in told} == {"NOT APPLICABLE"}
+
+
 def test_a_diverged_seed_is_counted_and_stands_in_no_mean():
     found = rows()
     found[0] = {"cell": found[0]["cell"], "outcome": "diverged"}
