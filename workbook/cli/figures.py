@@ -126,8 +126,6 @@ def _of_run(rule: dict, run):
     plot, shown = _named(rule["plot"]), stored.metrics()
     if "read" in rule:
         shown = _named(rule["read"])([run.folder / rule["file"]])
-    for column, values in rule.get("without", {}).items():
-        shown = shown[~shown[column].isin(values)]
     given = dict(rule.get("arguments", {}))
     if "note" in inspect.signature(plot).parameters:
         given["note"] = stored.devices()

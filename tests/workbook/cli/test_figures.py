@@ -59,17 +59,17 @@ def test_a_run_without_such_rows_is_passed_over(tmp_path, spoilt):
 @pytest.mark.processes
 def test_what_no_run_has_is_told_with_the_command_that_would_make_it(tmp_path, capsys):
     root, to = tmp_path / "runs", tmp_path / "figures"
-    values = RULES["memory"]["has"]
+    values = RULES["memory_growth"]["has"]
     rows = [row(t, t / 8, backend=b) for b in values["backend"] for t in values["x_value"]]
     stored(root, d01=rows)
     assert main(["runs", "figures", "--all", "--runs", str(root), "--to", str(to)]) == 0
-    drawn = {"memory", "memory_growth"}
+    drawn = {"memory_growth"}
     assert {file.stem for file in to.glob("*.svg")} == {file.stem for file in to.glob("*.png")}
     assert {file.stem for file in to.glob("*.svg")} == drawn
     page = (to / "README.md").read_text()
     (run,) = root.glob("*/*")
     assert f"](../runs/{run.parent.name}/{run.name})" in page and "NVIDIA H200" in page
-    assert f"run {run.name}, NVIDIA H200, torch 2.11.0, commit" in (to / "memory.svg").read_text()
+    assert f"run {run.name}, NVIDIA H200, torch 2.11.0, commit" in (to / "memory_growth.svg").read_text()
     printed = capsys.readouterr().out
     for name in RULES.keys() - drawn:
         wanted = f"run of {RULES[name].get('notebook')} has its rows"

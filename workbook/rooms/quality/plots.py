@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from workbook.rooms.quality import table
-from workbook.rooms.quality.cells import BASE
+from workbook.rooms.quality.cells import ARMS, BASE
 from workbook.rooms.quality.planted import KINDS
 from workbook.runs import looks
 
@@ -27,6 +27,11 @@ def _band(axes, curves: Sequence[dict[float, float]], number: int, name: str, st
     axes.fill_between(common, low, high, color=colour, alpha=0.2, lw=0)
 
 
+def _numbered(rows: Rows) -> list[tuple[int, str]]:
+    """Arms with the number of their colour, the same in every figure."""
+    return [(list(ARMS).index(arm), arm) for arm in table.arms(rows)]
+
+
 def by_position(rows: Rows, note: str):
     """Plot bits a byte against the position in a held-out row, a panel for each trained length."""
     lengths = [
@@ -36,7 +41,7 @@ def by_position(rows: Rows, note: str):
         return looks.nothing(NOTHING)
     with looks.figure(len(lengths), 3.4) as (fig, panels):
         for axes, tokens in zip(panels, lengths, strict=True):
-            for number, arm in enumerate(table.arms(rows)):
+            for number, arm in _numbered(rows):
                 mine = table.of(rows, arm, tokens).values()
                 curves = [
                     {int(end): value for end, value in row["by_position"][str(tokens)].items()}
@@ -59,7 +64,7 @@ def while_training(rows: Rows, note: str, on_gpu: bool):
         return looks.nothing(NOTHING)
     with looks.figure(len(shown), 3.0) as (fig, panels):
         for axes, (tokens, column) in zip(panels, shown, strict=True):
-            for number, arm in enumerate(table.arms(rows)):
+            for number, arm in _numbered(rows):
                 colour, _ = looks.series(number)
                 for row in table.of(rows, arm, tokens).values():
                     scale = 1.0 if column else MIB
@@ -77,7 +82,7 @@ def tasks(rows: Rows, note: str):
     with looks.figure(len(KINDS), 2.8) as (fig, panels):
         for axes, kind in zip(panels, KINDS, strict=True):
             for line, tokens in enumerate(table.lengths(rows)):
-                for number, arm in enumerate(table.arms(rows)):
+                for number, arm in _numbered(rows):
                     mine = table.of(rows, arm, tokens).values()
                     curves = [
                         {int(at): found[0] for at, found in row["tasks"][kind].items()}
@@ -95,26 +100,36 @@ def tasks(rows: Rows, note: str):
 
 
 def selection_while_training(rows: Rows, note: str):
-    """Plot NSA's gates, as shares of their sum, and how many blocks 64 neighbours select together,
-    against bytes seen: means over layers, a line a seed and length."""
+    """Plot NSA's gates, as shares of their sum and as the sum of each layer, and how many blocks 64
+    neighbours select together, against bytes seen; a line a seed and length, but for sums means
+    over layers."""
     mine = [row for row in rows if row["outcome"] == "ok" and row["cell"]["arm"] == BASE]
     mine = [row for row in mine if row.get("selected")]
     if not mine:
         return looks.nothing(NOTHING)
-    with looks.figure(2, 2.8) as (fig, (shares, united)):
+    with looks.figure(3, 2.8, names="at ends") as (fig, (shares, sums, united)):
         for row in mine:
             seen = [look["bytes"] / MIB for look in row["selected"]]
             gates = np.array([[x["gates"] for x in look["layers"]] for look in row["selected"]])
+            hidden = "" if row is mine[0] else "_"  # before a name that is there already
+            for layer, line in enumerate(gates.sum(-1).T):
+                look = {"color": looks.series(layer)[0], "label": f"{hidden}layer {layer}"}
+                sums.plot(seen, line, **look)
             gates = (gates / gates.sum(-1, keepdims=True)).mean(1)
             for number, name in enumerate(("compressed", "selected", "window")):
-                shares.plot(seen, gates[:, number], color=looks.series(number)[0], label=name)
+                look = {"color": looks.series(number)[0], "label": hidden + name}
+                shares.plot(seen, gates[:, number], **look)
             unions = [[x["union_mean"]["64"] for x in look["layers"]] for look in row["selected"]]
-            line, at = table.lengths(mine).index(row["cell"]["tokens"]), row["cell"]["tokens"]
-            look = {"color": looks.series(3 + line)[0], "label": f"text of {looks.length(at)}"}
-            united.plot(seen, np.mean(unions, 1), **look)
+            at = row["cell"]["tokens"]
+            colour, _ = looks.series(3 + table.lengths(mine).index(at))
+            new = not any(line.get_color() == colour for line in united.lines)
+            told = f"{'' if new else '_'}text of {looks.length(at)}"
+            united.plot(seen, np.mean(unions, 1), color=colour, label=told)
         shares.set(xlabel=SEEN, ylabel="share of the gates", ylim=(0, 1))
+        sums.set(xlabel=SEEN, ylabel="sum of the three gates", ylim=(-0.03, None))
         united.set(xlabel=SEEN, ylabel="distinct blocks")
         looks.title(shares, "gates", note)
+        looks.title(sums, "how far gates are open", note)
         looks.title(united, "64 neighbours", note)
     return fig
 
