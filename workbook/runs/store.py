@@ -166,14 +166,20 @@ class Run:
             looks.write(figure, self._made("figures"), name, self.source())
 
     def source(self) -> str:
-        """Text at a figure's foot: the run, the devices of its rows, torch, commit, day. For a
+        """Text at a figure's foot: the run, devices and torch of its rows, commit, day. For a
         scratch run without anything that changes from one to the next."""
         stored, facts = load(self.folder), environment.provenance(self.environment)
-        told = [f"run {self.id}", self.devices(), f"torch {facts['torch']}"]
+        told = [f"run {self.id}", self.devices(), f"torch {self._torch(str(facts['torch']))}"]
         if stored:
             told += [f"commit {facts['commit']}"] if facts["commit"] else []
             told += [str(stored.get("started"))[:10]]
         return ", ".join(filter(None, told))
+
+    def _torch(self, here: str) -> str:
+        """The run's own version, or those of its rows where all were made by others."""
+        of_rows = sorted({str(each) for each in self.metrics()["torch"].dropna() if each})
+        others = all(each.split("+")[0] != here.split("+")[0] for each in of_rows)
+        return " and ".join(of_rows) if of_rows and others else here
 
     def device(self, device: str, gpus: int = 1) -> Machine:
         """Machine that runs the cells, for a notebook's parameter `device`; see `find_machine`.

@@ -69,7 +69,8 @@ def test_what_no_run_has_is_told_with_the_command_that_would_make_it(tmp_path, c
     page = (to / "README.md").read_text()
     (run,) = root.glob("*/*")
     assert f"](../runs/{run.parent.name}/{run.name})" in page and "NVIDIA H200" in page
-    assert f"run {run.name}, NVIDIA H200, torch 2.11.0, commit" in (to / "memory_growth.svg").read_text()
+    drawing = (to / "memory_growth.svg").read_text()
+    assert f"run {run.name}, NVIDIA H200, torch 2.11.0, commit" in drawing
     printed = capsys.readouterr().out
     for name in RULES.keys() - drawn:
         wanted = f"run of {RULES[name].get('notebook')} has its rows"
