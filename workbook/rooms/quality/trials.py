@@ -57,7 +57,7 @@ def read(files: Sequence[str], cell: Cell) -> list[dict[str, Any]]:
 
 
 def _differences(other: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """How another training differs, in the notebook's parameters."""
+    """Settings of another training that are not the wanted ones, by the notebook's names."""
     given = {name: value for name, value in other.items() if value != wanted[name]}
     return ", ".join(f"{'train_bytes' if n == 'bytes' else n}={v}" for n, v in given.items())
 
