@@ -80,15 +80,17 @@ def read_json(path: str | Path, default: Any = None) -> Any:
 
 def plain(value: Any) -> Any:
     """Convert numpy scalars, paths and tuples to JSON types."""
+    if value is None or type(value) in (str, int, bool):  # nearly all, at a quarter of the time
+        return value
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, (list, tuple, set)):
         return [plain(item) for item in value]
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if value is None or isinstance(value, str | int | float | bool):
+    if isinstance(value, (str, int, float, bool)):
         return value
     if hasattr(value, "tolist"):
         return plain(value.tolist())
