@@ -48,7 +48,7 @@ LOADED = (
 )  # fmt: skip
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
 STARTERS = ("nsa", "workbook", "whyhung", "whyhung.process.ranks", "whyhung.process.family",
-            "ipykernel_launcher")  # fmt: skip
+            "workbook.runs.batch.child", "ipykernel_launcher")  # fmt: skip
 STARTING_ENTRY = "whyhung.process.ranks:launch"
 # As ranks it and their torchrun are executed. Forked ones hung where DDP's reducer is freed with
 # the GIL held: it joins gloo's thread, which wants the GIL to let go of its last tensor.
@@ -60,7 +60,6 @@ SCRIPTS = ("bucket_ranks.py", "compiled_steps.py", "cp_entries.py", "cp_training
 KERNEL = "workbook.runs.kernel"  # whose START is a program on a command line that is served
 SERVED = "# served\n"  # begins others that are, of tests
 UNFROZEN = "frozen_modules=off"  # an option of kernels, for their debugger
-NOT_SERVED = ("workbook.runs.batch.child",)  # it outlives who started it, and is ended by others
 # Variables that are read as an interpreter starts or a library loads: the server's are the child's.
 READ_EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS", "MALLOC_", "TORCH_",
               "TORCHDYNAMO", "TORCHINDUCTOR", "TRITON_", "CUDA_", "JAXTYPING", "NPY_")  # fmt: skip
@@ -226,7 +225,7 @@ def _understood(words) -> dict | None:
         elif word == "-m" and len(words) > at + 1:
             what, arguments = words[at + 1], words[at + 2 :]
             ours = what.partition(".")[0] in ("nsa", "whyhung", "workbook", "ipykernel_launcher")
-            if not ours or what in NOT_SERVED or RANKS in arguments:
+            if not ours or RANKS in arguments:
                 return None
             return found | {"module": what, "arguments": arguments}
         elif os.path.dirname(word) == HERE and os.path.basename(word) in SCRIPTS:
@@ -344,6 +343,9 @@ def _become(request: dict, streams: list[int], own_path: list[str]) -> Callable[
     paths = [os.path.abspath(path) for path in paths]
     sys.path[:] = [request["folder"], *dict.fromkeys([*paths, *own_path])]
     importlib.invalidate_caches()
+    if command["arguments"][:1] == ["-f"] and "pandas" in sys.modules:  # a kernel
+        # pandas looked for one as it was loaded, and without it shows as many columns as fit.
+        sys.modules["pandas"].set_option("display.max_columns", 20)
     starts = command.get("module") in STARTERS or command["arguments"][:1] == [STARTING_ENTRY]
     if starts or "code" in command:
         _keep_a_server(own_path)
