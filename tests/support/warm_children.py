@@ -5,8 +5,7 @@ it. `Warm` takes the place of `subprocess.Popen`'s own start for `python -m` of 
 kernels of notebooks, where the child would be told apart by nothing but its start time and what it
 has loaded: arguments, environment (in /proc too), folder, streams, session, parent and `__main__`
 are those of a process that was executed. Everything else is started as always. Where it forks it is
-the child of whoever asked: the fork's starter ends at once, and the one who asked adopts it as its
-subreaper.
+the child of whoever asked: the fork's starter ends at once, and who asked adopts it, as subreaper.
 
 A program of its own too, that serves: `python -c PROGRAM FD PADDING`.
 """
@@ -43,9 +42,10 @@ LOADED = (
     "torch.distributed.elastic.multiprocessing.errors", "torch.nn.attention.flex_attention",
     "torch.utils.flop_counter", "torch.utils.checkpoint", "torch.nn.parallel", "triton",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.fsdp",
-    "scipy.stats", "jsonschema", "nbclient", "nbformat", "papermill", "ipykernel.kernelapp",
+    "scipy.stats", "jsonschema", "nbclient", "nbformat", "papermill", "ipykernel.ipkernel",
     "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.utils.data",
 )  # fmt: skip
+# ipykernel.kernelapp is not among them: it reads the number of its parent as it is loaded.
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
 STARTERS = ("nsa", "workbook", "whyhung", "whyhung.process.ranks", "whyhung.process.family",
             "workbook.runs.batch.child", "ipykernel_launcher")  # fmt: skip
