@@ -15,7 +15,8 @@ STAGED := build/staged
 # Notebooks that take more than half a minute, which `make test` leaves to `make test-all`.
 LONG = $(foreach number,00 01 03 04 06 07 09 12 13,$(filter notebooks/$(number)_%,$(NOTEBOOKS)))
 # The project's own pytest options belong to tests/: shape checks stay out of the notebooks' kernels.
-NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=1200 \
+# Those, and what they start, are forks of a process that has loaded torch, as in the tests.
+NBVAL := -p warm_notebooks --nbval --nbval-current-env --nbval-cell-timeout=1200 \
 	--nbval-sanitize-with tests/support/nbval.cfg -p no:cacheprovider -o addopts=""
 
 export NSA_HEADLESS := 1
@@ -83,7 +84,8 @@ $(BIN)/python -m pytest -v --lf --lfnf=none --maxfail=3 -m "$(2)$$left_out" \
 	&& again=" (failed once, passed by itself: the tests above)" || failed=" pytest"; }; \
 middle=$$(date +%s); \
 $(BIN)/python tests/support/places.py $(STAGED) && \
-$(BIN)/python -m pytest -q -n 3 --dist loadfile $(NBVAL) $(addprefix $(STAGED)/,$(3)) \
+PYTHONPATH=tests/support \
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(NBVAL) $(addprefix $(STAGED)/,$(3)) \
 	|| failed="$$failed nbval"; \
 echo "make $@: pytest took $$((middle - begin)) s," \
 	"$(words $(3)) notebook(s) by nbval $$(($$(date +%s) - middle)) s;" \

@@ -1,6 +1,6 @@
 """Plans of tiny notebooks, and a place where their runs are made up."""
 
-from sample_notebooks import SET_UP, write_notebook
+from sample_notebooks import RUN, write_notebook
 
 from workbook.runs import opening, record
 from workbook.runs.batch.place import outcome
@@ -32,7 +32,7 @@ def write_plan(folder, plan=PLAN, *cells):
     """A folder with notebooks/01_tiny.ipynb, plan.yaml and the parameters that it names."""
     verdict = "run.verdict('layers are few', 'PASS', {'layers': layers})"
     cells = cells or (verdict, "1 / (layers - 7)")
-    write_notebook(folder / "notebooks" / "01_tiny.ipynb", SET_UP, *cells)
+    write_notebook(folder / "notebooks" / "01_tiny.ipynb", RUN, *cells)
     (folder / "two.yaml").write_text("layers: 2\nrate: 1\n")
     (folder / "plan.yaml").write_text(plan)
     return folder / "plan.yaml"

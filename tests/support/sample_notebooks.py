@@ -15,11 +15,11 @@ names: list[str] = ["gather"]  # which backends
 deep: bool = False  # go deeper
 seed: int = 1337  # of everything random"""
 
-SET_UP = """\
+RUN = """\
 from workbook.runs import store
 run = store.current({"layers": layers}, notebook="tiny")
-run.device("cpu")
 """
+SET_UP = RUN + 'run.device("cpu")\n'  # loads torch
 
 
 def write_notebook(path: Path, *cells: str, parameters: str | None = PARAMETERS) -> Path:

@@ -1,11 +1,11 @@
 """Starts children of the package as forks of one process that has loaded torch, in tests alone.
 
 `import torch` costs two seconds of a processor, and hundreds of tests start a process that needs
-it. `Warm` takes the place of `subprocess.Popen`'s own start for `python -m` of this package, where
-the child would be told apart by nothing but its start time and what it has loaded:
-arguments, environment (in /proc too), folder, streams, session, parent and `__main__` are those of
-a process that was executed. Everything else is started as always. Where it forks it is the child of
-whoever asked: the fork's starter ends at once, and the one who asked adopts it as its subreaper.
+it. `Warm` takes the place of `subprocess.Popen`'s own start for `python -m` of this package and for
+kernels of notebooks, where the child would be told apart by nothing but its start time and what it
+has loaded: arguments, environment (in /proc too), folder, streams, session, parent and `__main__`
+are those of a process that was executed. Everything else is started as always. Where it forks it is
+the child of whoever asked: the fork's starter ends at once, and who asked adopts it, as subreaper.
 
 A program of its own too, that serves: `python -c PROGRAM FD PADDING`.
 """
@@ -42,11 +42,13 @@ LOADED = (
     "torch.distributed.elastic.multiprocessing.errors", "torch.nn.attention.flex_attention",
     "torch.utils.flop_counter", "torch.utils.checkpoint", "torch.nn.parallel", "triton",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.fsdp",
-    "scipy.stats", "jsonschema", "nbclient", "nbformat", "papermill",
+    "scipy.stats", "jsonschema", "nbclient", "nbformat", "papermill", "ipykernel.ipkernel",
     "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.utils.data",
 )  # fmt: skip
+# ipykernel.kernelapp is not among them: it reads the number of its parent as it is loaded.
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
-STARTERS = "nsa", "workbook", "whyhung", "whyhung.process.ranks", "whyhung.process.family"
+STARTERS = ("nsa", "workbook", "whyhung", "whyhung.process.ranks", "whyhung.process.family",
+            "workbook.runs.batch.child", "ipykernel_launcher")  # fmt: skip
 STARTING_ENTRY = "whyhung.process.ranks:launch"
 # As ranks it and their torchrun are executed. Forked ones hung where DDP's reducer is freed with
 # the GIL held: it joins gloo's thread, which wants the GIL to let go of its last tensor.
@@ -55,7 +57,9 @@ RANKS = "whyhung.process.child"
 SCRIPTS = ("bucket_ranks.py", "compiled_steps.py", "cp_entries.py", "cp_training.py",
            "fsdp2_entries.py", "guard_ranks.py", "rank_entries.py", "traced_lengths.py",
            "traced_padding.py")  # fmt: skip
-NOT_SERVED = ("workbook.runs.batch.child",)  # it outlives who started it, and is ended by others
+KERNEL = "workbook.runs.kernel"  # whose START is a program on a command line that is served
+SERVED = "# served\n"  # begins others that are, of tests
+UNFROZEN = "frozen_modules=off"  # an option of kernels, for their debugger
 # Variables that are read as an interpreter starts or a library loads: the server's are the child's.
 READ_EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS", "MALLOC_", "TORCH_",
               "TORCHDYNAMO", "TORCHINDUCTOR", "TRITON_", "CUDA_", "JAXTYPING", "NPY_")  # fmt: skip
@@ -201,23 +205,27 @@ def _early(environment) -> dict[str, str]:
 
 
 def _understood(words) -> dict | None:
-    """{"module" or "script", "arguments", "faulthandler", "unbuffered"} of what is served.
+    """{"module", "script" or "code", "arguments", "options", "unbuffered"} of what is served.
 
-    That is `python -m` of this package without ranks, and what ranks of tests run.
+    That is `python -m` of this package without ranks, kernels, and what ranks of tests run.
     """
     if not isinstance(words, list | tuple) or not words or words[0] != sys.executable:
         return None
     words = [os.fsdecode(word) for word in words]
-    found = {"faulthandler": False, "unbuffered": False}
+    found = {"options": [], "unbuffered": False}
     for at, word in enumerate(words[1:], 1):
         if word == "-u":
             found["unbuffered"] = True
         elif word == "faulthandler" and words[at - 1] == "-X":
-            found["faulthandler"] = True
+            found["options"] += [word]
+        elif word == f"-X{UNFROZEN}":
+            found["options"] += [UNFROZEN]
+        elif word == "-c" and _is_served(words[at + 1]):
+            return found | {"code": words[at + 1], "arguments": words[at + 2 :]}
         elif word == "-m" and len(words) > at + 1:
             what, arguments = words[at + 1], words[at + 2 :]
-            ours = what.partition(".")[0] in ("nsa", "whyhung", "workbook")
-            if not ours or what in NOT_SERVED or RANKS in arguments:
+            ours = what.partition(".")[0] in ("nsa", "whyhung", "workbook", "ipykernel_launcher")
+            if not ours or RANKS in arguments:
                 return None
             return found | {"module": what, "arguments": arguments}
         elif os.path.dirname(word) == HERE and os.path.basename(word) in SCRIPTS:
@@ -225,6 +233,11 @@ def _understood(words) -> dict | None:
         elif word != "-X":
             return None
     return None
+
+
+def _is_served(code: str) -> bool:
+    kernel = sys.modules.get(KERNEL)
+    return code.startswith(SERVED) or (kernel is not None and code == kernel.START)
 
 
 def _finds_this_package(folder: str, environment: dict[str, str]) -> bool:
@@ -280,10 +293,11 @@ def _serve(connection: socket.socket, own_path: list[str]) -> Callable[[], objec
         reading, writing = os.pipe()
         starter = os.fork()
         if starter == 0:
-            child = os.fork()
-            if child:
-                os.write(writing, _LENGTH.pack(child))
+            if os.fork():
                 os._exit(0)
+            if request["session"]:
+                os.setsid()  # before its Popen is there: who starts kernels asks for their group
+            os.write(writing, _LENGTH.pack(os.getpid()))
             os.close(reading)
             os.close(writing)
             connection.close()
@@ -307,8 +321,6 @@ def _become(request: dict, streams: list[int], own_path: list[str]) -> Callable[
         os.dup2(fd, number)
     for fd in streams:
         os.close(fd)
-    if request["session"]:
-        os.setsid()
     for name, *limit in request["limits"]:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(getattr(resource, name), limit)
@@ -323,14 +335,19 @@ def _become(request: dict, streams: list[int], own_path: list[str]) -> Callable[
     if command["unbuffered"]:
         for name, number in (("stdout", 1), ("stderr", 2)):
             setattr(sys, name, _unbuffered(getattr(sys, name), number))
-    if command["faulthandler"]:
-        sys._xoptions["faulthandler"] = True
+    for name, _, value in (option.partition("=") for option in command["options"]):
+        sys._xoptions[name] = value or True
+    if "faulthandler" in command["options"]:
         faulthandler.enable()
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths = [os.path.abspath(path) for path in paths]
     sys.path[:] = [request["folder"], *dict.fromkeys([*paths, *own_path])]
     importlib.invalidate_caches()
-    if command.get("module") in STARTERS or command["arguments"][:1] == [STARTING_ENTRY]:
+    if command["arguments"][:1] == ["-f"] and "pandas" in sys.modules:  # a kernel
+        # pandas looked for one as it was loaded, and without it shows as many columns as fit.
+        sys.modules["pandas"].set_option("display.max_columns", 20)
+    starts = command.get("module") in STARTERS or command["arguments"][:1] == [STARTING_ENTRY]
+    if starts or "code" in command:
         _keep_a_server(own_path)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in (__name__, shown_as.__name__):  # who lists what is loaded sees what was asked for
@@ -345,6 +362,10 @@ def _become(request: dict, streams: list[int], own_path: list[str]) -> Callable[
         main |= {"__file__": script, "__cached__": None}
         with open(script) as file:
             return functools.partial(exec, compile(file.read(), script, "exec"), main)
+    if "code" in command:
+        sys.path[0] = ""
+        sys.argv[:] = ["-c", *command["arguments"]]
+        return functools.partial(exec, command["code"], main)
     sys.argv[:] = ["-m", *command["arguments"]]
     return functools.partial(runpy._run_module_as_main, command["module"])
 

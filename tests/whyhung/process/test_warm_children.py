@@ -98,6 +98,13 @@ def test_ctrl_c_ends_it(tmp_path):
     assert child.returncode == 1 and "KeyboardInterrupt" in out.read_text()
 
 
+def test_it_leads_its_session_once_its_popen_is_there():
+    """jupyter_client asks at once whose group a kernel's is, and ends that whole group later."""
+    command = [sys.executable, "-m", "whyhung.process.procfs"]
+    with subprocess.Popen(command, start_new_session=True) as child:
+        assert os.getpgid(child.pid) == os.getsid(child.pid) == child.pid
+
+
 def test_torchrun_is_executed_by_a_fork_and_its_ranks_end_as_always(tmp_path):
     def rows():
         found = ranks.run_ranks(

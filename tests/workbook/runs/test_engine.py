@@ -26,6 +26,7 @@ from sample_notebooks import (
     text_of,
     write_notebook,
 )
+from warm_children import SERVED
 
 from workbook.runs import engine, kernel
 
@@ -210,7 +211,7 @@ def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch
 
 
 RUNNER = """\
-import sys, papermill
+{}import sys, papermill
 from workbook.runs import engine
 try:
     papermill.execute_notebook({!r}, {!r}, engine_name=engine.register(),
@@ -226,7 +227,7 @@ def start_runner(tmp_path, mark, cell):
     touch = f"open({str(ready)!r}, 'w').close()\n"
     files = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
     write_notebook(files[0], sleeper(mark), touch + cell, "print('never')", parameters=None)
-    runner = python(RUNNER.format(*map(str, files)), stderr=subprocess.DEVNULL)
+    runner = python(RUNNER.format(SERVED, *map(str, files)), stderr=subprocess.DEVNULL)
     wait_until_there(ready, runner)
     time.sleep(1.0)
     assert len(marked_sleepers(mark)) == 2
@@ -247,6 +248,7 @@ def test_a_stopped_runner_leaves_a_true_notebook_and_no_process(tmp_path, mark):
 
 
 @pytest.mark.full
+@pytest.mark.real_starts
 def test_a_runner_killed_outright_takes_a_kernel_stuck_in_c_along(tmp_path, mark):
     runner, out = start_runner(tmp_path, mark, GIL_HANG)
     kernels = [p for p in psutil.Process(runner.pid).children() if kernel.START in p.cmdline()]

@@ -21,6 +21,7 @@ from sample_notebooks import (
     text_of,
     write_notebook,
 )
+from warm_children import SERVED
 
 from workbook.runs import identity, record, run, store
 from workbook.runs.files import read_json
@@ -264,7 +265,7 @@ def test_an_unwritable_root_is_refused_and_a_kernel_that_does_not_start_is_a_fai
 
 
 RUNNER = """\
-from workbook.runs.run import run_notebook
+{}from workbook.runs.run import run_notebook
 place = {!r}
 result = run_notebook("tiny", root=place + "/runs", notebooks=place + "/notebooks", progress=False)
 print(result.folder.name, result.status)
@@ -272,7 +273,7 @@ print(result.folder.name, result.status)
 
 
 def runner(place) -> subprocess.Popen:
-    return python(RUNNER.format(str(place)), stdout=subprocess.PIPE)
+    return python(RUNNER.format(SERVED, str(place)), stdout=subprocess.PIPE)
 
 
 @pytest.mark.processes

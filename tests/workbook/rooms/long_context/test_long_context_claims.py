@@ -157,14 +157,12 @@ def test_a_nan_is_the_largest_difference_wherever_it_stands():
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_two_ranks_bear_out_every_claim_and_a_cell_that_fails_is_named(tmp_path):
+def test_cells_that_fail_on_two_ranks_are_named(tmp_path):
+    """Notebook 12 runs such cells on a backend that takes them, and judges every claim."""
     sizes = {"heads": 4, "kv_heads": 2, "dim": 16, "value_dim": 16, "dtype": "fp32"}
-    good = cells_of([Shape(256, config=TINY_CONFIG, **sizes)], [1, 2], ["gather", "ulysses"])
+    cells = cells_of([Shape(256, config=TINY_CONFIG, **sizes)], [1, 2], ["gather"])
     given = {"device": "cpu", "equal_up_to": 512, "deadline_s": 300.0, "folder": tmp_path}
-    found = trials.measure(good, backend="gather", **given)
-    assert [one["outcome"] for one in found] == ["ok"] * 3 and json.dumps(found)
-    assert [claim.verdict for claim in claims.all_claims(found)[:2]] == ["PASS", "PASS"]
-    refused = trials.measure(good[:2], backend="flash", **given)  # needs a GPU
+    refused = trials.measure(cells, backend="flash", **given)  # needs a GPU
     assert {one["outcome"] for one in refused} == {"error"}
     assert verdict(refused, "without an error") == "FAIL"
 

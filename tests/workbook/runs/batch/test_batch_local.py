@@ -21,7 +21,7 @@ from workbook.runs.batch.local import Local
 from workbook.runs.batch.place import Job
 from workbook.runs.files import read_json, write_json
 
-pytestmark = [pytest.mark.processes, pytest.mark.real_starts]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
