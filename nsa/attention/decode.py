@@ -212,6 +212,11 @@ def _why_not_prefix(call: Call) -> list[str]:
     return reasons
 
 
+def _for_longer_prompts(call: Call) -> list[str]:
+    longer = call.new > call.cache.shape.slack
+    return [] if longer else ["for prompts longer than the cache's slack"]
+
+
 def _triton(call: Call, note: Note) -> Tensor:
     from nsa.kernels.decode import decode
 
@@ -247,12 +252,24 @@ class Backend:
     run: Callable[[Call, Note], Tensor]
     summary: str
     why_not: Callable[[Call], list[str]] = lambda call: []
+    # Reasons why "auto" skips it although it would run.
+    not_for_auto: Callable[[Call], list[str]] = lambda call: []
 
 
+# In order of preference of "auto".
 _BACKENDS = {
-    "triton": Backend(_triton, "our kernels: a few launches, up to 16 tokens", _why_not_triton),
-    "forward": Backend(_forward, "nsa_attention on an empty cache", _why_not_forward),
-    "prefix": Backend(_prefix, "nsa_attention behind what the cache holds", _why_not_prefix),
+    "triton": Backend(
+        _triton,
+        "our kernels: a few launches, up to 16 tokens",
+        _why_not_triton,
+        lambda call: triton.not_for_auto(call.q),
+    ),
+    "forward": Backend(
+        _forward, "nsa_attention on an empty cache", _why_not_forward, _for_longer_prompts
+    ),
+    "prefix": Backend(
+        _prefix, "nsa_attention behind what the cache holds", _why_not_prefix, _for_longer_prompts
+    ),
     "gather": Backend(_on_torch(cached.gather), "torch: gathers each query's own keys"),
     "masked": Backend(_on_torch(cached.masked), "torch: all keys under a mask"),
     "reference": Backend(_reference, "the definition, sequence by sequence"),
@@ -266,18 +283,13 @@ def _choose(name: str, call: Call) -> tuple[str, dict[str, list[str]]]:
         if reasons := "; ".join(_BACKENDS[name].why_not(call)):
             raise Declined(f"backend {name!r} does not take this call: {reasons}")
         return name, {}
-    slow = ["interpreted without a GPU, thousands of times slower"]
-    declined = {
-        "triton": _why_not_triton(call) if call.q.is_cuda else slow,
-        "forward": _why_not_forward(call),
-        "prefix": _why_not_prefix(call),
-    }
-    if call.new <= call.cache.shape.slack:
-        for name in ("forward", "prefix"):
-            declined[name].append("for prompts longer than the cache's slack")
-    name = next((name for name, reasons in declined.items() if not reasons), "gather")
-    before = list(_BACKENDS)[: list(_BACKENDS).index(name)]
-    return name, {one: declined[one] for one in before}
+    declined = {}
+    for name, backend in _BACKENDS.items():
+        reasons = [*backend.why_not(call), *backend.not_for_auto(call)]
+        if not reasons:
+            break
+        declined[name] = reasons
+    return name, declined
 
 
 def _empty(call: Call) -> Tensor:

@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from nsa.attention.api import with_blocks
+from nsa.attention.registry import choose
 from nsa.config import NSAConfig
 from nsa.model.layer import NSAAttention
 from nsa.model.train_config import autocast
@@ -41,7 +42,7 @@ def selections(
         config, gates = inputs.config, gate_statistics(inputs.gates)
         alone = replace(inputs, config=replace(config, select_initial=0, select_local=1))
         with torch.autocast(tokens.device.type, enabled=False):
-            blocks, free = (with_blocks(one).blocks for one in (inputs, alone))
+            blocks, free = (with_blocks(x, choose(x).backend).blocks for x in (inputs, alone))
         row = {"gates": [float(x) for x in gates[:3]], "entropy": float(gates[3])}
         found.append(row | described(blocks, free, config))
 
