@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +53,12 @@ class Call:
     def sides(self):
         return ("k", self.k), ("v", self.v)
 
-    def without_rows_behind(self, x: Tensor) -> Tensor:
-        """x [B, N, *, *] with zeros in the rows that are not real."""
+    def without_rows_behind(self, x: Tensor | Mapping[str, Tensor]) -> Any:
+        """x [B, N, *, *], or each of a mapping, with zeros in the rows that are not real."""
         if self.counts is None:
             return x
+        if isinstance(x, Mapping):
+            return {branch: self.without_rows_behind(one) for branch, one in x.items()}
         row = torch.arange(self.new, device=x.device)
         return x.masked_fill((row >= self.counts[:, None])[..., None, None], 0)
 
@@ -172,7 +175,7 @@ def _on_torch(attend: Callable[[cached.Step, Note], dict[str, Tensor]]):
 
 
 def _forward(call: Call, note: Note) -> Tensor:
-    k, v = (_without_rows_behind(call, x) for _, x in call.sides())
+    k, v = (call.without_rows_behind(x) for _, x in call.sides())
     config, branches = call.cache.config, call.cache.shape.branches
     options = {"phi": call.phi, "branches": branches, "scale": call.scale, "sinks": call.sinks}
     q, gates = call.without_rows_behind(call.q), call.without_rows_behind(call.gates)
@@ -184,12 +187,6 @@ def _forward(call: Call, note: Note) -> Tensor:
     call.append()
     note("all", "forward")
     return call.without_rows_behind(o)
-
-
-def _without_rows_behind(call: Call, x: Tensor | Mapping[str, Tensor]):
-    if isinstance(x, Tensor):
-        return call.without_rows_behind(x)
-    return {branch: call.without_rows_behind(one) for branch, one in x.items()}
 
 
 def _why_not_forward(call: Call) -> list[str]:
