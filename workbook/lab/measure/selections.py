@@ -79,7 +79,10 @@ def described(blocks: Blocks, free: Blocks, config: NSAConfig) -> dict[str, Any]
     unions = {n: union_histogram(blocks, n) for n in NEIGHBOURS if blocks.shape[1] >= n}
     return {
         "union": {str(n): counts for n, counts in unions.items()},
-        "union_mean": {str(n): _mean(counts) for n, counts in unions.items()},
+        "union_mean": {
+            str(n): sum(int(d) * tiles for d, tiles in counts.items()) / sum(counts.values())
+            for n, counts in unions.items()
+        },
         "far": {str(2**i): n for i, n in enumerate(far.tolist()) if n},
         "forced": float(distances(blocks, config)[2]),
         "first_anyway": anyway(torch.zeros_like(own)),
@@ -96,8 +99,3 @@ def union_histogram(blocks: Blocks, neighbours: int) -> dict[str, int]:
     distinct = (tile.diff(dim=-1) > 0).sum(-1) + (tile[..., 0] >= 0)
     counts = torch.bincount(distinct.flatten())
     return {str(n): count for n, count in enumerate(counts.tolist()) if count}
-
-
-def _mean(counts: dict[str, int]) -> float:
-    """Mean of the numbers in a histogram {number: tiles}."""
-    return sum(int(n) * count for n, count in counts.items()) / sum(counts.values())
