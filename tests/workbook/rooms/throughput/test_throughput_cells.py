@@ -374,13 +374,12 @@ def test_ranks_under_ddp_train_by_a_cuda_graph_as_they_do_without(ranks, how):
 
 @pytest.mark.gpu
 def test_a_kernel_that_is_compiled_late_is_counted():
-    cell = replace(ON_GPU, batch=1)
+    cell, other = (replace(ON_GPU, batch=1, changes=c) for c in ({}, {"head_dim": 32}))
     with trials.opened(spec(cell)) as (_, trainer):
         trainer.step(0)
         trainer.step(1)
         with Compilations() as nothing:
             trainer.step(2)
-    other = replace(cell, changes={"head_dim": 32})
     with Compilations() as new, trials.opened(spec(other)) as (_, trainer):
         trainer.step(0)
     assert nothing.kernels == 0 and new.kernels > 0
