@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from nsa.attention import registry, witness
-from nsa.attention.backends import triton
-from nsa.attention.branches import compressed as made_by_phi
-from nsa.attention.branches import select_blocks
+from nsa.attention.branches import scored
 from nsa.attention.inputs import Inputs, check_blocks, checked
 from nsa.attention.span import wide
 from nsa.attention.transforms import VMAP, active, without_autocast
@@ -106,15 +104,15 @@ def nsa_attention(
     with without_autocast(q.device):
         if chosen.fused is None or strict:
             if return_blocks and blocks is None:
-                inputs = with_blocks(inputs, chosen.name, note)
+                inputs = with_blocks(inputs, chosen, note)
                 blocks = inputs.blocks
             outputs, lse = branches_of(chosen, inputs, note)
             if strict:
                 _check_finite({f"branch {b!r}": x for b, x in outputs.items()}, chosen.name)
             o = combine(gates, outputs).to(q.dtype)
         else:
-            o, lse, scored = chosen.fused(inputs, note)
-            blocks = scored if blocks is None else blocks
+            o, lse, own = chosen.fused(inputs, note)
+            blocks = own if blocks is None else blocks
         # While torch.compile traces, nothing is computed; compiled code is not recorded.
         if not torch.compiler.is_compiling():
             witness.saw_call(chosen.name, notes, declined)
@@ -154,22 +152,11 @@ def _backend(name: str, inputs: Inputs) -> tuple[registry.Backend, dict[str, lis
 
 
 def with_blocks(
-    inputs: Inputs, backend: str = "auto", note: registry.Note = lambda *_: None
+    inputs: Inputs, backend: registry.Backend, note: registry.Note = lambda *_: None
 ) -> Inputs:
     """Inputs with the selection that this backend would score, [B, T, HKV, n] int32, and with the
     compressed keys and values that it is scored by, which are then made once."""
-    if registry.taken(backend, inputs).name in ("triton", "flash") and not triton.why_not(inputs):
-        given = triton.compressed(inputs)
-        note("score", "triton")
-        with torch.no_grad():
-            return replace(inputs, blocks=triton.select_blocks(inputs, given[0]), compressed=given)
-    note("score", "score-chunks")
-    parts = [inputs] if inputs.cu_seqlens is None else list(inputs.sequences(idle=True))
-    k_cmp, v_cmp = zip(*map(made_by_phi, parts), strict=True)
-    pairs = zip(parts, k_cmp, strict=True)
-    blocks = [select_blocks(x.q, k, x.config, x.scale, x.q_start) for x, k in pairs]
-    v_cmp = None if v_cmp[0] is None else torch.cat(v_cmp, dim=1)
-    blocks, given = torch.cat(blocks, dim=1), (torch.cat(k_cmp, dim=1), v_cmp)
+    blocks, given = (backend.score or scored)(inputs, note)
     return replace(inputs, blocks=blocks, compressed=given)
 
 

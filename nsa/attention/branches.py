@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from nsa.attention.inputs import Inputs
 from nsa.attention.operator import operator
-from nsa.attention.registry import Branches, Note
+from nsa.attention.registry import Branches, Compressed, Note
 from nsa.attention.span import probs_from, span_attention, span_chunks, span_scores, wide
 from nsa.attention.transforms import active
 from nsa.blocks import Span, compressed_span, count_selectable, overlap_band, window_span
@@ -69,7 +69,7 @@ def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:
     return torch.stack(bands).sum(0)
 
 
-def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+def compressed(inputs: Inputs) -> Compressed:
     """(k_cmp, v_cmp) [B, C, HKV, *]; None for one not requested."""
     if inputs.compressed is not None:
         return inputs.compressed
@@ -111,6 +111,18 @@ def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
     if torch.compiler.is_compiling():  # it would specialize on the number of tokens
         return blocks
     return blocks[..., : count_selectable(inputs.q_start + inputs.q.shape[1], inputs.config)]
+
+
+def scored(inputs: Inputs, note: Note) -> tuple[Tensor, Compressed]:
+    """Blocks [B, T, HKV, N] of whole or packed sequences, and (k_cmp, v_cmp), packed ones end to
+    end, that they are scored by."""
+    note("score", "score-chunks")
+    parts = [inputs] if inputs.cu_seqlens is None else list(inputs.sequences(idle=True))
+    k_cmp, v_cmp = zip(*map(compressed, parts), strict=True)
+    pairs = zip(parts, k_cmp, strict=True)
+    blocks = [select_blocks(x.q, k, x.config, x.scale, x.q_start) for x, k in pairs]
+    v_cmp = None if v_cmp[0] is None else torch.cat(v_cmp, dim=1)
+    return torch.cat(blocks, dim=1), (torch.cat(k_cmp, dim=1), v_cmp)
 
 
 def no_keys(inputs: Inputs) -> tuple[Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +53,12 @@ class Call:
     def sides(self):
         return ("k", self.k), ("v", self.v)
 
-    def without_rows_behind(self, x: Tensor) -> Tensor:
-        """x [B, N, *, *] with zeros in the rows that are not real."""
+    def without_rows_behind(self, x: Tensor | Mapping[str, Tensor]) -> Any:
+        """x [B, N, *, *], or each of a mapping, with zeros in the rows that are not real."""
         if self.counts is None:
             return x
+        if isinstance(x, Mapping):
+            return {branch: self.without_rows_behind(one) for branch, one in x.items()}
         row = torch.arange(self.new, device=x.device)
         return x.masked_fill((row >= self.counts[:, None])[..., None, None], 0)
 
@@ -172,7 +175,7 @@ def _on_torch(attend: Callable[[cached.Step, Note], dict[str, Tensor]]):
 
 
 def _forward(call: Call, note: Note) -> Tensor:
-    k, v = (_without_rows_behind(call, x) for _, x in call.sides())
+    k, v = (call.without_rows_behind(x) for _, x in call.sides())
     config, branches = call.cache.config, call.cache.shape.branches
     options = {"phi": call.phi, "branches": branches, "scale": call.scale, "sinks": call.sinks}
     q, gates = call.without_rows_behind(call.q), call.without_rows_behind(call.gates)
@@ -184,12 +187,6 @@ def _forward(call: Call, note: Note) -> Tensor:
     call.append()
     note("all", "forward")
     return call.without_rows_behind(o)
-
-
-def _without_rows_behind(call: Call, x: Tensor | Mapping[str, Tensor]):
-    if isinstance(x, Tensor):
-        return call.without_rows_behind(x)
-    return {branch: call.without_rows_behind(one) for branch, one in x.items()}
 
 
 def _why_not_forward(call: Call) -> list[str]:
@@ -210,6 +207,11 @@ def _why_not_prefix(call: Call) -> list[str]:
     if "cmp" in branches and "slc" not in branches:
         reasons.append("a cache of the compressed branch alone holds no other keys")
     return reasons
+
+
+def _for_longer_prompts(call: Call) -> list[str]:
+    longer = call.new > call.cache.shape.slack
+    return [] if longer else ["for prompts longer than the cache's slack"]
 
 
 def _triton(call: Call, note: Note) -> Tensor:
@@ -247,12 +249,24 @@ class Backend:
     run: Callable[[Call, Note], Tensor]
     summary: str
     why_not: Callable[[Call], list[str]] = lambda call: []
+    # Reasons why "auto" skips it although it would run.
+    not_for_auto: Callable[[Call], list[str]] = lambda call: []
 
 
+# In order of preference of "auto".
 _BACKENDS = {
-    "triton": Backend(_triton, "our kernels: a few launches, up to 16 tokens", _why_not_triton),
-    "forward": Backend(_forward, "nsa_attention on an empty cache", _why_not_forward),
-    "prefix": Backend(_prefix, "nsa_attention behind what the cache holds", _why_not_prefix),
+    "triton": Backend(
+        _triton,
+        "our kernels: a few launches, up to 16 tokens",
+        _why_not_triton,
+        lambda call: triton.not_for_auto(call.q),
+    ),
+    "forward": Backend(
+        _forward, "nsa_attention on an empty cache", _why_not_forward, _for_longer_prompts
+    ),
+    "prefix": Backend(
+        _prefix, "nsa_attention behind what the cache holds", _why_not_prefix, _for_longer_prompts
+    ),
     "gather": Backend(_on_torch(cached.gather), "torch: gathers each query's own keys"),
     "masked": Backend(_on_torch(cached.masked), "torch: all keys under a mask"),
     "reference": Backend(_reference, "the definition, sequence by sequence"),
@@ -266,18 +280,13 @@ def _choose(name: str, call: Call) -> tuple[str, dict[str, list[str]]]:
         if reasons := "; ".join(_BACKENDS[name].why_not(call)):
             raise Declined(f"backend {name!r} does not take this call: {reasons}")
         return name, {}
-    slow = ["interpreted without a GPU, thousands of times slower"]
-    declined = {
-        "triton": _why_not_triton(call) if call.q.is_cuda else slow,
-        "forward": _why_not_forward(call),
-        "prefix": _why_not_prefix(call),
-    }
-    if call.new <= call.cache.shape.slack:
-        for name in ("forward", "prefix"):
-            declined[name].append("for prompts longer than the cache's slack")
-    name = next((name for name, reasons in declined.items() if not reasons), "gather")
-    before = list(_BACKENDS)[: list(_BACKENDS).index(name)]
-    return name, {one: declined[one] for one in before}
+    declined = {}
+    for name, backend in _BACKENDS.items():
+        reasons = [*backend.why_not(call), *backend.not_for_auto(call)]
+        if not reasons:
+            break
+        declined[name] = reasons
+    return name, declined
 
 
 def _empty(call: Call) -> Tensor:

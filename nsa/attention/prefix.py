@@ -22,7 +22,7 @@ def prefix(step: Step, note: Note) -> dict[str, Tensor]:
     for rows, inputs in _calls(step):
         backend = choose(inputs).backend
         if step.selection is not None and "slc" in inputs.branches:
-            inputs = with_blocks(inputs, backend.name, note)
+            inputs = with_blocks(inputs, backend, note)
             step.selection[rows, : inputs.q.shape[1]] = inputs.blocks
         found, _ = branches_of(backend, inputs, note)
         for branch, o in found.items():

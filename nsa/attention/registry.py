@@ -13,8 +13,11 @@ from nsa.spelling import nearest
 Note = Callable[[str, str], None]  # (branch, implementation that ran it)
 # By branch: o [B, T, HQ, DV] and its lse [B, T, HQ], natural log, if `Inputs.needs_lse`, else None.
 Branches = dict[str, tuple[Tensor, Tensor | None]]
-# Compressed keys [B, C, HKV, D] and values [B, C, HKV, DV]; None for one that is not requested.
-Compress = Callable[[Inputs], tuple[Tensor | None, Tensor | None]]
+# Keys [B, C, HKV, D] and values [B, C, HKV, DV]; None for one that is not requested.
+Compressed = tuple[Tensor | None, Tensor | None]
+Compress = Callable[[Inputs], Compressed]
+# Blocks [B, T, HKV, n] int32, packed or not, and what they were scored by.
+Score = Callable[[Inputs, Note], tuple[Tensor, Compressed]]
 
 
 class Declined(ValueError):
@@ -40,7 +43,8 @@ class Backend:
     # Reasons why `auto` skips it although it would run.
     not_for_auto: Callable[[Inputs], list[str]] = lambda inputs: []
     fused: Callable[[Inputs, Note], tuple[Tensor, dict, Tensor | None]] | None = None
-    compress: Compress | None = None  # if others than `branches.compressed` makes them
+    compress: Compress | None = None  # if another than `branches.compressed` makes them
+    score: Score | None = None  # if another than `branches.scored` selects the blocks
     # Strict mode's check before a call: raises if kernels are wrong on this device.
     first_use: Callable[[Inputs], None] = lambda inputs: None
     transforms: frozenset[str] = frozenset()  # torch.func transforms it supports

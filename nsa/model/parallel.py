@@ -226,10 +226,10 @@ def start(
     Raises ValueError for unknown names, options that exclude each other, no torchrun, NCCL without
     a GPU for each rank, and a failed rendezvous (a port in use).
     """
-    made = Parallel(kind, **options)
     check(kind, backend, **options)
     if kind == "none":
         return SINGLE
+    made = Parallel(kind, **options)
     rank, ranks, local = place()
     check_cp(made.cp, ranks)
     on_gpu, backend = devices(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), backend, device)
@@ -255,32 +255,20 @@ def start(
     return replace(made, rank=rank, ranks=ranks, device=own, joined=joined)
 
 
-def check(
-    kind: str,
-    backend: str | None = None,
-    static_graph: bool = False,
-    find_unused_parameters: bool = False,
-    bucket_mb: float | int = 25,
-    comm_hook: str = "none",
-    gradient_as_bucket_view: bool = True,
-    fsdp_blocks: int = 1,
-    fsdp_reshard: bool = True,
-    fsdp_gather: str = "fp32",
-    cp: int = 1,
-    cp_method: str = "gather",
-) -> None:
-    """Raise ValueError for options that are invalid for any number of ranks."""
+def check(kind: str, backend: str | None = None, **options: Any) -> None:
+    """Raise ValueError for options of `start` that are invalid for any number of ranks."""
     choice("parallel", kind, KINDS)
-    choice("fsdp_gather", fsdp_gather, GATHERED)
-    choice("cp_method", cp_method, METHODS)
-    if kind == "none" and cp != 1:
-        raise ValueError(f"cp={cp} needs several ranks: parallel='ddp' or 'fsdp' would do")
-    if cp < 1:
-        raise ValueError(f"cp={cp} must be at least 1 rank")
-    choice("comm_hook", comm_hook, COMM_HOOKS)
+    made = Parallel(kind, **options)
+    choice("fsdp_gather", made.fsdp_gather, GATHERED)
+    choice("cp_method", made.cp_method, METHODS)
+    if kind == "none" and made.cp != 1:
+        raise ValueError(f"cp={made.cp} needs several ranks: parallel='ddp' or 'fsdp' would do")
+    if made.cp < 1:
+        raise ValueError(f"cp={made.cp} must be at least 1 rank")
+    choice("comm_hook", made.comm_hook, COMM_HOOKS)
     if backend is not None:
         choice("backend", backend, ("gloo", "nccl"))
-    if static_graph and find_unused_parameters:
+    if made.static_graph and made.find_unused_parameters:
         raise ValueError(
             "static_graph=True with find_unused_parameters=True: a static graph finds unused "
             "parameters once, in step 1, and searching again each step would undo what it saves; "
@@ -288,27 +276,27 @@ def check(
             "are the same in every step"
         )
     of_ddp = {
-        "static_graph": static_graph,
-        "find_unused_parameters": find_unused_parameters,
-        "comm_hook": comm_hook != "none",
-        "gradient_as_bucket_view=False": not gradient_as_bucket_view,
+        "static_graph": made.static_graph,
+        "find_unused_parameters": made.find_unused_parameters,
+        "comm_hook": made.comm_hook != "none",
+        "gradient_as_bucket_view=False": not made.gradient_as_bucket_view,
     }
     of_fsdp = {
-        f"fsdp_blocks={fsdp_blocks}": fsdp_blocks != 1,
-        "fsdp_reshard=False": not fsdp_reshard,
-        f"fsdp_gather={fsdp_gather}": fsdp_gather != "fp32",
+        f"fsdp_blocks={made.fsdp_blocks}": made.fsdp_blocks != 1,
+        "fsdp_reshard=False": not made.fsdp_reshard,
+        f"fsdp_gather={made.fsdp_gather}": made.fsdp_gather != "fp32",
     }
-    for owner, name, options in (("ddp", "DDP", of_ddp), ("fsdp", "FSDP2", of_fsdp)):
-        given = [option for option, on in options.items() if on]
+    for owner, name, known in (("ddp", "DDP", of_ddp), ("fsdp", "FSDP2", of_fsdp)):
+        given = [option for option, on in known.items() if on]
         if kind != owner and given:
             raise ValueError(
                 f"{', '.join(given)}: options that are {name}'s; parallel={kind!r} has no use for "
                 f"them, parallel={owner!r} would do"
             )
-    if fsdp_blocks < 1:
-        raise ValueError(f"fsdp_blocks={fsdp_blocks} must be at least 1 block")
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb={bucket_mb} must be more than 0; DDP's default is 25")
+    if made.fsdp_blocks < 1:
+        raise ValueError(f"fsdp_blocks={made.fsdp_blocks} must be at least 1 block")
+    if not made.bucket_mb > 0:
+        raise ValueError(f"bucket_mb={made.bucket_mb} must be more than 0; DDP's default is 25")
 
 
 def check_gathered(fsdp_gather: str, precision: str, compile: bool) -> None:

@@ -62,7 +62,9 @@ def context_parallel_attention(
     try:
         inputs = checked(q, k, v, gates, config, **given)
         layout = context.layout(q.shape[1])
-        bounds = _bounds(cu_seqlens, inputs, layout)
+        bounds = 0, layout.padded
+        if cu_seqlens is not None:
+            bounds = sequence_bounds(cu_seqlens, q, layout.padded)
         context.check_heads(inputs.kv_heads)
     except ValueError as refused:
         error = refused
@@ -74,13 +76,6 @@ def context_parallel_attention(
     if context.method == "ulysses":
         return _ulysses(inputs, layout, context, options, cu_seqlens)
     return _gather(inputs, layout, context, options, bounds)
-
-
-def _bounds(cu_seqlens: Tensor | None, inputs: Inputs, layout: Layout) -> tuple[int, ...]:
-    """cu_seqlens on the host, (0, T) of a single sequence; ValueError unless they end at T."""
-    if cu_seqlens is None:
-        return 0, layout.padded
-    return sequence_bounds(cu_seqlens, inputs.q, layout.padded)
 
 
 def _sizes(inputs: Inputs, bounds: tuple[int, ...], context: ContextParallel) -> dict[str, Any]:

@@ -50,8 +50,9 @@ def pooled(
     made = []
     with without_autocast(inputs.q.device):
         for rows, k, *v in zip(chunks, *longer, strict=True):
-            part = replace(inputs, k={"cmp": k}, v=dict(zip(["cmp"], v, strict=False)))
-            made.append(compress(replace(part, phi=_from(inputs.phi, rows.start))))
+            values = {**inputs.v, "cmp": v[0]} if v else inputs.v
+            phi = _from(inputs.phi, rows.start)
+            made.append(compress(replace(inputs, k={"cmp": k}, v=values, phi=phi)))
     blocks = Layout(layout.padded, layout.ranks, layout.chunk // config.compress_stride)
     ends = tuple(count_compressed(rows.stop, config) for rows in chunks)
     sides = [torch.cat(pair, dim=1) for pair in zip(*made, strict=True) if pair[0] is not None]

@@ -68,7 +68,9 @@ def generate(arguments) -> int:
         _stream(made, arguments.ids)
     else:
         for number, tokens in enumerate(made.all()):
-            print(f"--- {number}\n{_text(tokens, arguments.ids)}")
+            ids = " ".join(map(str, tokens))
+            print(f"--- {number}")
+            print(ids if arguments.ids else bytes(tokens).decode("utf-8", "replace"))
     _tell(made)
     if arguments.record:
         from workbook.runs.files import write_json
@@ -124,12 +126,6 @@ def _ids(text: str, given_as_ids: bool, vocab: int) -> list[int]:
     if not read:
         raise ValueError("--prompt is empty; at least one byte would do, as a line's end")
     return list(read)
-
-
-def _text(tokens: list[int], as_ids: bool) -> str:
-    if as_ids:
-        return " ".join(map(str, tokens))
-    return bytes(tokens).decode("utf-8", "replace")
 
 
 def _stream(made: "Generation", as_ids: bool) -> None:

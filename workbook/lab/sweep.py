@@ -43,6 +43,11 @@ class Budget:
         return min(deadline_s, self._end - time.monotonic())
 
 
+def plain(name: str) -> str:
+    """Name of a cell as its folder has it."""
+    return re.sub("[^A-Za-z0-9.=]+", "-", name)
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during `measure`. ended: each cell's Outcome, None if it had not ended."""
 
@@ -99,8 +104,7 @@ def measure(
             return Outcome("not run", None, 0.0, budget.used_up, None)
         place = None
         if folder is not None:  # the number distinguishes cells of equal names
-            plain = re.sub("[^A-Za-z0-9.=]+", "-", name(cells[number]))
-            place = Path(folder, f"{number:03d}-{plain}")
+            place = Path(folder, f"{number:03d}-{plain(name(cells[number]))}")
         ended = (run or run_child)(
             entry,
             spec(cells[number], share_s),

@@ -13,6 +13,7 @@ from whyhung.verdict import judge
 from whyhung.verdict.explain import page
 from whyhung.watch.evidence import Evidence, thinned
 from whyhung.watch.flight_recorder import kept
+from workbook.lab import sweep
 from workbook.lab.search.ledger import Ledger
 from workbook.runs import environment, identity, metrics
 from workbook.runs.files import lighten, read_json, write_atomically, write_json, write_notebook
@@ -81,7 +82,7 @@ def trials(folder: Path) -> list[str]:
     """Copy the trials that a run's sentences name, as trials/<id>, those of a sweep's cells as
     trials/<name>: small, and without paths of this machine. Returns lines to print."""
     text, found = named_in(folder), {}
-    words = f"-{_plain(text)}-"
+    words = f"-{sweep.plain(text)}-"
     for place in _places(folder, "trials/*/**"):
         name = re.sub(r"^\d{3}-", "", place.name)
         if place.parent != folder / "trials" and f"-{name}-" in words:
@@ -206,8 +207,3 @@ def _places(folder: Path, pattern: str) -> list[Path]:
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for place in _kept(folder) for file in place.iterdir())
-
-
-def _plain(text: str) -> str:
-    """Text in the form of the folder names that `sweep.measure` gives to cells."""
-    return re.sub("[^A-Za-z0-9.=]+", "-", text)

@@ -93,15 +93,12 @@ def figure(count: int, height: float, *, same_y: bool = False, names: str = "bel
         yield fig, axes_list
         drawn = [axes for axes in axes_list if axes.dataLim.y0 <= axes.dataLim.y1]
         for axes in drawn if same_y else ():
-            axes.set_ylim(*_union(*(each.get_ylim() for each in drawn)))
+            low, high = zip(*(each.get_ylim() for each in drawn), strict=True)
+            axes.set_ylim(min(low), max(high))
             if axes.get_yscale() == "log":
                 log_axis(axes.yaxis)
         named = _name_lines(fig, axes_list) if names == "at ends" else ()
         legend(fig, axes_list, named)
-
-
-def _union(*ranges: tuple[float, float]) -> tuple[float, float]:
-    return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def _name_lines(fig, axes_list) -> set[str]:

@@ -91,7 +91,7 @@ class StoredRun:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """metrics.csv, the config of each row as a mapping, `device` where it was measured."""
-        table = metrics.read(self.folder / "metrics.csv").rename(columns={"gpu": "device"})
+        table = metrics.read(self.folder / "metrics.csv")
         rows = table.drop(columns="config").to_dict("records")
         return [r | {"config": c} for r, c in zip(rows, metrics.configs(table), strict=True)]
 

@@ -70,7 +70,6 @@ def run_notebook(
     again: bool = False,
     evidence: bool = False,
     progress: bool = True,
-    ends_budgets: bool = True,
     notebooks: str | Path = "notebooks",
     pages: bool = True,
     checked: bool = False,
@@ -83,10 +82,9 @@ def run_notebook(
     `again`. The figures of a run that reached its end are copied to figures/ beside `root`. With
     `evidence`, `environment.check_evidence` has to pass, and the trials that the run names are
     kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError before
-    anything starts; later failures are the result. With `ends_budgets` the notebook measures only
-    as much as `timeout_s` leaves time for; without, it is cut. `began` is called with the new
-    folder before anything runs in it; without `pages` the report and the page of all runs are left
-    out; `checked` as in `plan_run`.
+    anything starts; later failures are the result. The notebook measures only what `timeout_s`
+    leaves time for. `began` is called with the new folder before anything runs in it; without
+    `pages` the report and the page of all runs are left out; `checked` as in `plan_run`.
     """
     import papermill  # noqa: F401  where it is missing, nothing is to be written
 
@@ -111,9 +109,7 @@ def run_notebook(
     stop_reason, message = "error", ""
     try:
         with termination_is_an_exception():
-            stop_reason, message = _execute(
-                planned, folder, timeout_s, cell_timeout_s, progress, ends_budgets
-            )
+            stop_reason, message = _execute(planned, folder, timeout_s, cell_timeout_s, progress)
     except Terminated:
         stop_reason, message = "terminated", "the runner was asked to end (SIGTERM)"
     except KeyboardInterrupt:
@@ -156,9 +152,7 @@ def _result(folder: Path, cached: bool = False) -> RunResult:
     return RunResult(folder, *ended, cached, verdicts, shown, record.get("message", ""))
 
 
-def _execute(
-    planned: Planned, folder, timeout_s, cell_timeout_s, progress, ends_budgets
-) -> tuple[str, str]:
+def _execute(planned: Planned, folder, timeout_s, cell_timeout_s, progress) -> tuple[str, str]:
     """Run papermill with our engine; returns the stop reason and the failure in one line."""
     import nbformat
     import papermill
@@ -167,7 +161,7 @@ def _execute(
     from workbook.runs import engine
 
     variables = os.environ | {"NSA_HEADLESS": "1", "NSA_RUN": str(folder.resolve())}
-    if timeout_s is not None and ends_budgets:
+    if timeout_s is not None:
         variables[RUN_ENDS] = str(time.monotonic() + timeout_s)
     notebook, output = planned.notebook, folder / "notebook.ipynb"
     message, shown = "", Shown(notebook.stem) if progress else None

@@ -10,29 +10,35 @@ no T x T tensor.
 import torch
 from torch import Tensor
 
-from nsa.attention import dense
-from nsa.attention.branches import no_keys, run_with_selected
+from nsa.attention import branches, dense
+from nsa.attention.backends import packed, triton
 from nsa.attention.dense import dense_attention
 from nsa.attention.inputs import Inputs
 from nsa.attention.operator import plain_backward
-from nsa.attention.registry import Backend, Branches, Note
+from nsa.attention.registry import Backend, Branches, Compressed, Note
 from nsa.blocks import Span
 from nsa.config import NSAConfig
 
 
 def run(inputs: Inputs, note: Note) -> Branches:
     """(o [B, T, HQ, DV], None) of each branch."""
-    from nsa.attention.backends import packed, triton
-
     if triton.why_not(inputs):
-        return run_with_selected(inputs, note, packed.selected, _attend_span)
+        return branches.run_with_selected(inputs, note, packed.selected, _attend_span)
     ours = triton.selected, _attend_span, triton.compressed, _chosen_by_kernels
-    return run_with_selected(inputs, note, *ours)
+    return branches.run_with_selected(inputs, note, *ours)
+
+
+def compress(inputs: Inputs) -> Compressed:
+    """(k_cmp, v_cmp), by our kernels where those run."""
+    return (branches if triton.why_not(inputs) else triton).compressed(inputs)
+
+
+def score(inputs: Inputs, note: Note) -> tuple[Tensor, Compressed]:
+    """Blocks and (k_cmp, v_cmp), by our kernels where those run."""
+    return branches.scored(inputs, note) if triton.why_not(inputs) else triton.score(inputs, note)
 
 
 def _chosen_by_kernels(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
-    from nsa.attention.backends import triton
-
     if inputs.blocks is not None:
         return inputs.blocks
     note("score", "triton")
@@ -49,7 +55,7 @@ def _attend_span(
         return (o, None), library
     count, kv_heads = k.shape[1:3]
     if count == 0:
-        return no_keys(inputs), "no-keys"
+        return branches.no_keys(inputs), "no-keys"
     grouped = _Moved.apply(q, regroup, ungroup, config, count, kv_heads)
     o, library = dense_attention(grouped, k, v, scale=scale)
     o = _Moved.apply(o, ungroup, regroup, config, q.shape[1], kv_heads)
@@ -123,4 +129,6 @@ BACKEND = Backend(
     summary="flash-attn for window and compressed; our kernels or packed for selected",
     quadratic=False,
     why_not=why_not,
+    compress=compress,
+    score=score,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.attention.inputs import Inputs
-from nsa.attention.registry import Backend, Branches, Note
+from nsa.attention.registry import Backend, Branches, Compressed, Note
 from nsa.attention.span import wide
 from nsa.blocks import count_compressed
 from nsa.config import NSAConfig
@@ -49,6 +49,14 @@ def run(inputs: Inputs, note: Note) -> Branches:
         note(branch, "triton")
     found = {b: _attend(inputs, (b,), None, given, note) for b in inputs.branches}
     return {b: (o, lse.get(b)) for b, (o, lse, _) in found.items()}
+
+
+def score(inputs: Inputs, note: Note) -> tuple[Tensor, Compressed]:
+    """Blocks [B, T, HKV, n] int32, and (k_cmp, v_cmp) that they are scored by."""
+    note("score", "triton")
+    given = compressed(inputs)
+    with torch.no_grad():
+        return select_blocks(inputs, given[0]), given
 
 
 def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
@@ -117,7 +125,7 @@ def _offset(inputs: Inputs) -> tuple:
     return starts, None, q.shape[0] * tokens
 
 
-def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+def compressed(inputs: Inputs) -> Compressed:
     """(k_cmp, v_cmp) [B, C, HKV, *], packed ones end to end; None for one not requested."""
     if inputs.compressed is not None:
         return inputs.compressed
@@ -264,9 +272,9 @@ if INTERPRETED:
         NOT_INTERPRETED = _not_interpreted(version("triton"), version("numpy"))
 
 
-def not_for_auto(inputs: Inputs) -> list[str]:
+def not_for_auto(q: Tensor) -> list[str]:
     """Reasons why `auto` skips this backend although it would run."""
-    return [] if inputs.q.is_cuda else ["interpreted without a GPU, thousands of times slower"]
+    return [] if q.is_cuda else ["interpreted without a GPU, thousands of times slower"]
 
 
 BACKEND = Backend(
@@ -275,8 +283,9 @@ BACKEND = Backend(
     summary="our Triton kernels, forward and backward; linear memory, packed sequences in one go",
     quadratic=False,
     why_not=why_not,
-    not_for_auto=not_for_auto,
+    not_for_auto=lambda inputs: not_for_auto(inputs.q),
     fused=fused,
     compress=compressed,
+    score=score,
     first_use=first_use,
 )

@@ -116,6 +116,7 @@ def test_scores_and_the_selected_branch_are_our_kernels_where_those_run(stand_in
         attend(drawn, "flash", blocks=blocks + 1)
     assert seen.paths["score", "triton"] == 1 and seen.paths["slc", "triton"] == 2
     assert handed[0] is blocks and torch.equal(handed[1], blocks + 1)
+    assert attend(drawn, "flash", return_blocks=True)[1] is blocks
     only = attend(drawn, "flash", branches=("cmp", "win"))
     torch.testing.assert_close(got, only)
     assert not torch.allclose(got, want)

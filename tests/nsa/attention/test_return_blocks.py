@@ -1,12 +1,16 @@
 """A selection that a call hands out, and one that it is given: the whole operation and decoding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from backend_calls import DEVICE, WITH_GRADIENT, attend, takes
 from cached_cases import Growth, arguments
 from cases import TINY, Case, draw
 
+from nsa.attention import registry, witness
 from nsa.attention.api import nsa_attention
+from nsa.attention.branches import scored
 from nsa.attention.decode import nsa_decode
 from nsa.attention.varlen import nsa_varlen_func
 from nsa.reference.nsa import nsa
@@ -51,6 +55,25 @@ def test_gradients_are_those_of_a_call_that_returns_o_alone():
     two = attend(drawn, "gather"), attend(drawn, "gather", return_blocks=True)[0]
     first, second = (torch.autograd.grad(o, leaves, of) for o in two)
     torch.testing.assert_close(first, second, rtol=0, atol=1e-13)
+
+
+def test_a_backend_says_by_whom_its_blocks_are_scored_and_keys_are_compressed(monkeypatch):
+    drawn, _ = exact_of(CASES[1])
+    found = []
+
+    def score(inputs, note):
+        note("score", "its own")
+        blocks, (k_cmp, v_cmp) = scored(inputs, lambda *_: None)
+        found.append((blocks.clamp(max=0), (k_cmp, 2 * v_cmp)))
+        return found[0]
+
+    own = replace(registry.get("gather"), name="own", score=score)
+    monkeypatch.setitem(registry._loaded, "own", own)
+    with witness.recording() as seen:
+        o, blocks = attend(drawn, "own", return_blocks=True)
+    ((given, compressed),) = found
+    assert blocks is given and seen.paths["score", "its own"] == 1
+    assert torch.equal(o, attend(drawn, "gather", blocks=given, compressed=compressed))
 
 
 def test_strict_calls_and_packed_ones_without_a_batch_return_them_too():

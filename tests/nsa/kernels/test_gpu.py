@@ -14,7 +14,7 @@ from nsa.attention.api import nsa_attention
 from workbook.lab.measure.attention_inputs import draw
 from workbook.lab.measure.shapes import Shape
 from workbook.rooms.comparison.check import check
-from workbook.rooms.comparison.implementations import backends
+from workbook.rooms.comparison.implementations import of_backends
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def no_memory_left_over():
 
 
 def triton():
-    return backends(["triton"])[0]
+    return of_backends(["triton"])[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -193,7 +193,8 @@ class _Repeat:
     def _emit(self, part: Part, layer: int | None) -> None:
         for bulk, events in self._runs(part):
             if bulk:
-                self._free_all([address for address, _ in events])
+                for key, other in self._expanded([address for address, _ in events]):
+                    self._free(key, other)
                 continue
             for address, size in events:
                 key, other = self.symbols[address]
@@ -217,10 +218,6 @@ class _Repeat:
         if address is None:
             raise Irregular(f"what layer {layer} should free it has not")
         self.made.stream.free(address)
-
-    def _free_all(self, addresses: list[int]) -> None:
-        for key, layer in self._expanded(addresses):
-            self._free(key, layer)
 
     def _tag(self, tags: Sequence[tuple[str, frozenset[int]]]) -> None:
         for category, addresses in tags:

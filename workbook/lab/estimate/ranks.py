@@ -67,6 +67,7 @@ def ranked(tracker: Any, place: Parallel) -> Iterator[None]:
             f"parallel={place.kind!r} is traced in a process group of its own, and this process is "
             "in one; another process would do, or an estimate before the group is joined"
         )
+    from torch.distributed import device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with contextlib.ExitStack() as held:
@@ -76,7 +77,8 @@ def ranked(tracker: Any, place: Parallel) -> Iterator[None]:
             store = FakeStore()
             dist.init_process_group("fake", store=store, rank=place.rank, world_size=place.ranks)
         held.callback(dist.destroy_process_group)
-        replaced = [*_for_mesh(), *(_for_ddp() if place.kind == "ddp" else _for_fsdp(tracker))]
+        replaced = [(device_mesh, "init_device_mesh", _unseen(device_mesh.init_device_mesh))]
+        replaced += _for_ddp() if place.kind == "ddp" else _for_fsdp(tracker)
         for owner, name, value in replaced:
             held.enter_context(mock.patch.object(owner, name, value, create=name == "device"))
         yield
@@ -93,12 +95,6 @@ def _unseen(call: Callable) -> Callable:
             return call(*args, **options)
 
     return called
-
-
-def _for_mesh() -> Iterator[Replaced]:
-    from torch.distributed import device_mesh
-
-    yield device_mesh, "init_device_mesh", _unseen(device_mesh.init_device_mesh)
 
 
 def _for_ddp() -> Iterator[Replaced]:

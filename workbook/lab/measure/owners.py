@@ -146,7 +146,9 @@ def holders(tensors: list[Tensor]) -> dict[int, str]:
             if id(outer) in own:
                 continue
             names = outer if isinstance(outer, dict) else getattr(outer, "__dict__", None)
-            whose = outer.__name__ if isinstance(outer, ModuleType) else _path(type(outer))
+            kind = type(outer)
+            module = isinstance(outer, ModuleType)
+            whose = outer.__name__ if module else f"{kind.__module__}.{kind.__qualname__}"
             if names is not outer and id(names) in wanted:
                 for tensor, (way, _) in wanted[id(names)][1].items():
                     found.setdefault(tensor, whose + way)
@@ -177,7 +179,3 @@ def holders(tensors: list[Tensor]) -> dict[int, str]:
         }
         wanted = dict(islice(wanted.items(), MOST_LOOKED_AT))
     return found
-
-
-def _path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

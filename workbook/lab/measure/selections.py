@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from nsa.attention.api import with_blocks
+from nsa.attention.registry import choose
 from nsa.config import NSAConfig
 from nsa.model.layer import NSAAttention
 from nsa.model.train_config import autocast
@@ -41,7 +42,7 @@ def selections(
         config, gates = inputs.config, gate_statistics(inputs.gates)
         alone = replace(inputs, config=replace(config, select_initial=0, select_local=1))
         with torch.autocast(tokens.device.type, enabled=False):
-            blocks, free = (with_blocks(one).blocks for one in (inputs, alone))
+            blocks, free = (with_blocks(x, choose(x).backend).blocks for x in (inputs, alone))
         row = {"gates": [float(x) for x in gates[:3]], "entropy": float(gates[3])}
         found.append(row | described(blocks, free, config))
 
@@ -78,7 +79,10 @@ def described(blocks: Blocks, free: Blocks, config: NSAConfig) -> dict[str, Any]
     unions = {n: union_histogram(blocks, n) for n in NEIGHBOURS if blocks.shape[1] >= n}
     return {
         "union": {str(n): counts for n, counts in unions.items()},
-        "union_mean": {str(n): _mean(counts) for n, counts in unions.items()},
+        "union_mean": {
+            str(n): sum(int(d) * tiles for d, tiles in counts.items()) / sum(counts.values())
+            for n, counts in unions.items()
+        },
         "far": {str(2**i): n for i, n in enumerate(far.tolist()) if n},
         "forced": float(distances(blocks, config)[2]),
         "first_anyway": anyway(torch.zeros_like(own)),
@@ -95,8 +99,3 @@ def union_histogram(blocks: Blocks, neighbours: int) -> dict[str, int]:
     distinct = (tile.diff(dim=-1) > 0).sum(-1) + (tile[..., 0] >= 0)
     counts = torch.bincount(distinct.flatten())
     return {str(n): count for n, count in enumerate(counts.tolist()) if count}
-
-
-def _mean(counts: dict[str, int]) -> float:
-    """Mean of the numbers in a histogram {number: tiles}."""
-    return sum(int(n) * count for n, count in counts.items()) / sum(counts.values())

@@ -9,6 +9,7 @@ import torch
 
 from nsa.config import NSAConfig
 from nsa.spelling import choice, nearest, pair
+from workbook.lab.training import check_whole
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CAPTURED = Path(__file__).with_name("captured.json")  # fitted to trained models, see `captured`
@@ -39,10 +40,7 @@ class Shape:
     config: NSAConfig = field(default_factory=NSAConfig)
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        check_whole(self, dict.fromkeys(SIZES, 1))
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         for name, known in (("dtype", DTYPES), ("queries", QUERIES)):

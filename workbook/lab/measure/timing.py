@@ -5,13 +5,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nsa.model.train import Trainer
+from nsa.model.train import Trainer, on_stream
 from workbook.lab.measure.recorders import MIB, CpuRecorder, live_cpu_storages
 
 CAP_S = 60.0  # an implementation's share, restarted when kernels may have been compiled
@@ -183,13 +183,11 @@ def graph_latency(
     """
     outside, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     try:
-        stream.wait_stream(outside)
-        with torch.cuda.stream(stream):
+        with on_stream(stream):
             for _ in range(3):
                 o = forward()
                 want = [o.detach(), *gradients(o, leaves, do)]
                 del o  # and with it everything tied to a stream
-        outside.wait_stream(stream)
         torch.cuda.synchronize()
         ahead, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(ahead, stream=stream):
@@ -206,6 +204,17 @@ def graph_latency(
         return latency(ahead.replay, do.device), latency(back.replay, do.device)
     finally:
         torch.cuda.set_stream(outside)  # a failed capture does not restore it
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch with one thread: for steps this small, threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def same_as(want: Sequence[Tensor], got: Sequence[Tensor]) -> None:

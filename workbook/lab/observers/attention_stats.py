@@ -131,7 +131,7 @@ def look(
     with torch.autocast(x.device.type, enabled=False):
         selected = [nan] * 6
         if "slc" in inputs.branches:
-            inputs = with_blocks(inputs, backend.name) if blocks is None else inputs
+            inputs = with_blocks(inputs, backend) if blocks is None else inputs
             selected = distances(inputs.blocks, inputs.config)
             selected += keys_attended(inputs.blocks, inputs.config)
         norms = dict.fromkeys(BRANCHES, nan)

@@ -285,10 +285,13 @@ def _ddp(
 ) -> str:  # fmt: skip
     from nsa.model.parallel import check
 
-    given = static_graph, find_unused_parameters, bucket_mb, comm_hook, gradient_as_bucket_view
+    given = {"static_graph": static_graph, "find_unused_parameters": find_unused_parameters}
+    given |= {"bucket_mb": bucket_mb, "comm_hook": comm_hook}
+    given["gradient_as_bucket_view"] = gradient_as_bucket_view
     if ranks > 1:
-        return refused(check, parallel, None, *given)
-    alone = (communication, parallel, *given) == ("auto", "ddp", False, False, 25, "none", True)
+        return refused(lambda: check(parallel, **given))
+    plain = "auto", "ddp", False, False, 25, "none", True
+    alone = (communication, parallel, *given.values()) == plain
     return "" if alone else "DDP's options have no effect on one rank"
 
 

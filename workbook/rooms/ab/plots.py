@@ -5,7 +5,6 @@ import math
 import numpy as np
 
 from workbook.lab.search.candidates import ordered, word
-from workbook.rooms.ab.plan import Arm
 from workbook.rooms.ab.rules import TIMED, UNITS
 from workbook.rooms.ab.trials import Results
 from workbook.runs import looks
@@ -20,6 +19,8 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
     plan = results.plan
     memory = [of for of in ("allocated", "reserved") if _any(results, of)]
     clock = _clock(results, on_cpu)
+    # Values alone: the axis has the factors' names.
+    arms = [", ".join(map(word, arm.cell.values())) for arm in plan.listed]
     shown = [[clock]] * _any(results, clock) + [memory] * bool(memory)
     if not shown:
         return looks.nothing("no trial passed, so nothing was measured")
@@ -27,7 +28,7 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
         for axes, names in zip(panels, shown, strict=True):
             for number, of in enumerate(names):
                 _dots(axes, results, of, number, len(names) > 1, on_cpu)
-            axes.set_yticks(range(len(plan.listed)), [_short(arm) for arm in plan.listed])
+            axes.set_yticks(range(len(arms)), arms)
             axes.set_ylim(len(plan.listed) - 0.5, -0.5)
             axes.grid(False, axis="y")
             timed = names[0] in TIMED
@@ -58,11 +59,6 @@ def _dots(axes, results: Results, of: str, number: int, several: bool, on_cpu: b
             label = {"label": "median"} if not row and not number else {}
             look = {"color": "#000000", "ms": 13, "mew": 1.4, "zorder": 4}
             axes.plot([np.nanmedian(values)], [row], "|", **look, **label)
-
-
-def _short(arm: Arm) -> str:
-    """Values alone: the axis has the factors' names."""
-    return ", ".join(map(word, arm.cell.values()))
 
 
 def _clock(results: Results, on_cpu: bool) -> str:

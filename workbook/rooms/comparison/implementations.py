@@ -43,7 +43,7 @@ class Implementation:
     graph: bool = False  # a CUDA graph can capture it; a failed capture may corrupt the allocator
 
 
-def backends(names: Sequence[str] | None = None) -> list[Implementation]:
+def of_backends(names: Sequence[str] | None = None) -> list[Implementation]:
     """Our backends, linear-memory ones first; ValueError for an unknown name."""
     if names is not None and not names:
         raise ValueError(f"no backends; name some of {', '.join(registry.names())}")
@@ -185,6 +185,17 @@ def peer(path: str) -> Implementation:
         return o
 
     return Implementation(f"peer {path}", NSA, call, lambda drawn: list(wrong))
+
+
+def all_implementations(
+    backends: Sequence[str] | None = None, peers: Sequence[str] = (), with_dense: bool = True
+) -> list[Implementation]:
+    """Backends (None: all), dense attention, fla-core and peers; T x T tensors come last."""
+    ours = of_backends(backends)
+    first = [i for i in ours if i.name in ("triton", "flash")]
+    dense = DENSE_ATTENTIONS if with_dense else ()
+    theirs = [*dense, FLA, *map(peer, peers)]
+    return [*first, *theirs, *(i for i in ours if i not in first)]
 
 
 def wrong_paths(paths: Sequence[str]) -> list[str]:

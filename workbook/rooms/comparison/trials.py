@@ -18,25 +18,13 @@ from workbook.lab.measure import limits
 from workbook.lab.measure.limits import Ceilings
 from workbook.lab.measure.shapes import Shape, shapes_from
 from workbook.lab.measure.timing import CAP_S, Clock
-from workbook.rooms.comparison import implementations
 from workbook.rooms.comparison.cell import UNKNOWN, Runner, add_graphs, empty
-from workbook.rooms.comparison.implementations import Implementation
+from workbook.rooms.comparison.implementations import all_implementations
 
 ENTRY = "workbook.rooms.comparison.trials:measure_spec"
 PROCESS = "the process that measured this shape"
 CRASHED = f"{PROCESS}: crash"
 MARGIN_S = 30.0  # of a deadline, for start-up and for the call that is running when the budget ends
-
-
-def all_implementations(
-    backends: Sequence[str] | None = None, peers: Sequence[str] = (), with_dense: bool = True
-) -> list[Implementation]:
-    """Backends (None: all), dense attention, fla-core and peers; T x T tensors come last."""
-    ours = implementations.backends(backends)
-    first = [i for i in ours if i.name in ("triton", "flash")]
-    dense = implementations.DENSE_ATTENTIONS if with_dense else ()
-    theirs = [*dense, implementations.FLA, *map(implementations.peer, peers)]
-    return [*first, *theirs, *(i for i in ours if i not in first)]
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:

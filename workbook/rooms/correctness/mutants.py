@@ -66,9 +66,8 @@ def mutant(name: str) -> Mutant:
     return MUTANTS[name]
 
 
-def _mutants() -> dict[str, Mutant]:
-    told = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {name: Mutant(**one | {"shows": tuple(one["shows"])}) for name, one in told.items()}
-
-
-MUTANTS = _mutants()
+_FILE = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+MUTANTS = {
+    name: Mutant(**one | {"shows": tuple(one["shows"])})
+    for name, one in yaml.safe_load(_FILE).items()
+}

@@ -14,6 +14,7 @@ from nsa.config import NSAConfig
 from nsa.reference.nsa import BRANCHES
 from nsa.spelling import choice
 from workbook.lab.measure.shapes import DTYPES, count
+from workbook.lab.training import check_whole
 
 # arXiv 2502.11089, Table 4: tokens that a step of NSA has to load, by tokens of dense attention.
 PAPER = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}
@@ -39,10 +40,7 @@ class Cell:
 
     def __post_init__(self) -> None:
         choice("dtype", self.dtype, DTYPES)
-        for name in ("batch", "tokens", "heads", "kv_heads", "dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        check_whole(self, dict.fromkeys(("batch", "tokens", "heads", "kv_heads", "dim"), 1))
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         least = self.config.compress_block + 1

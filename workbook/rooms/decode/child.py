@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.attention.cache import LayerCache
 from nsa.attention.decode import nsa_decode
 from nsa.attention.registry import Declined
+from nsa.model.train import on_stream
 from nsa.reference.attend import attend
 from whyhung.process.child import is_out_of_memory
 from workbook.lab.measure import accuracy, limits, timing
@@ -220,10 +221,8 @@ def _captured(call: Callable[[], Tensor], want: Tensor) -> Callable[[], None] | 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     outside = torch.cuda.current_stream()
     try:
-        stream.wait_stream(outside)
-        with torch.cuda.stream(stream):
+        with on_stream(stream):
             call()
-        outside.wait_stream(stream)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             o = call()

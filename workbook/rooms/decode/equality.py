@@ -1,7 +1,6 @@
 """Compare decoding with the whole sequence at once, in fp64 on a CPU, and a model's counters."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from nsa.model.llama import LanguageModel
 from nsa.reference.nsa import BRANCHES, compressed_visible, nsa, window_visible
 from nsa.reference.select import select, selected_tokens
 from workbook.lab.measure.shapes import TINY_CONFIG
+from workbook.lab.measure.timing import one_thread
 
 BACKENDS = ("reference", "masked", "gather")
 TOKENS, BATCH, HEADS, KV_HEADS, DIM = 96, 2, 4, 2, 8
@@ -75,17 +75,6 @@ def _steps(tokens: int) -> Iterator[slice]:
 def _equal(what: str, layout: str, outputs: list[Tensor], whole: Tensor) -> Equal:
     difference = float((torch.cat(outputs, 1) - whole).abs().max())
     return Equal(what, layout, len(outputs), difference, float(whole.abs().max()))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch with one thread: for steps this small, threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def checked(seed: int) -> tuple[list[Equal], "Counted"]:

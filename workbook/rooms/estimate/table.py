@@ -35,10 +35,7 @@ def compared(df: pandas.DataFrame) -> pandas.DataFrame:
     return table.assign(error=table["foretold"].astype(float) / table["measured"] - 1)
 
 
-_COLUMNS = [
-    *("cell", *FACTORS.values(), "what", "foretold", "measured"),
-    *("outcome", "estimated", "how", "refusal", "message", "calibrated", "uncertainty", "device"),
-]
+_COLUMNS = ["cell", *FACTORS.values(), "what", "foretold", "measured", *_OF_A_CELL, "device"]
 
 
 def errors(df: pandas.DataFrame) -> pandas.DataFrame:

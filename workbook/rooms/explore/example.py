@@ -4,7 +4,6 @@ Everything comes from `nsa.reference` and the lab's drawn inputs, at as many que
 can resolve; a query's own weights are exact at any T.
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -19,6 +18,7 @@ from nsa.reference.nsa import BRANCHES, compressed_visible, window_visible
 from nsa.reference.select import selected_tokens
 from workbook.lab.measure.attention_inputs import Drawn, draw, importance_at, mean_union, select_at
 from workbook.lab.measure.shapes import Shape
+from workbook.lab.measure.timing import one_thread
 
 DOTS = 256  # queries, and tokens, that a picture shows of a long sequence
 NEIGHBOURS = 8  # consecutive queries whose selections are compared
@@ -59,19 +59,8 @@ class Choice:
         return Shape(self.tokens, **sizes, **kind, config=self.config)
 
 
-@contextmanager
-def _one_thread():
-    """Compute on one thread: several would take longer to agree than this little work does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @lru_cache(2)
-@_one_thread()
+@one_thread()
 def _drawn(shape: Shape) -> Drawn:
     with torch.no_grad():
         return draw(shape)
@@ -103,12 +92,12 @@ class Example:
         self._last: Seen | None = None
 
     @cached_property
-    @_one_thread()
+    @one_thread()
     def k_cmp(self) -> Tensor:
         """Compressed keys [1, C, 1, D]."""
         return compress_keys(self.k, Phi(), self.config)
 
-    @_one_thread()
+    @one_thread()
     def selection(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute importance [R, NB] and blocks [R, n] of the queries at these positions."""
         scores = importance_at(self.q[:, rows], self.k_cmp, rows, self.choice.tokens, self.config)
@@ -120,7 +109,7 @@ class Example:
         return self.selection(self.rows)
 
     @cached_property
-    @_one_thread()
+    @one_thread()
     def sees(self) -> dict[str, Tensor]:
         """Masks {branch: bool [R, R]} of tokens (columns) that contribute to each query (rows)."""
         rows, tokens, span = self.rows, self.choice.tokens, compressed_span(self.config)
@@ -142,7 +131,7 @@ class Example:
             self._last = self._at(query)
         return self._last
 
-    @_one_thread()
+    @one_thread()
     def _at(self, query: int) -> Seen:
         config, position = self.config, torch.tensor([query])
         q, k = self.q[:, position], self.k[:, : query + 1]
@@ -174,7 +163,7 @@ class Example:
         return mean_union(self.selection(rows)[1][None, :, None], NEIGHBOURS)
 
     @cached_property
-    @_one_thread()
+    @one_thread()
     def output_norms(self) -> tuple[Tensor, Tensor]:
         """Positions [S], and the mean norm [S, 3] of a head's output in each branch there."""
         rows = self.rows[:: -(-len(self.rows) // OUTPUTS)]

@@ -10,6 +10,7 @@ import pandas
 
 from nsa.model.presets import preset
 from workbook.lab.measure.activation_model import predicted_peak
+from workbook.lab.measure.steps import CONSTANT
 from workbook.lab.training import TrainingSpec
 from workbook.rooms.case_study import figures as case_study
 from workbook.runs import metrics
@@ -17,8 +18,6 @@ from workbook.runs.looks import by_tokens
 from workbook.runs.metrics import model_name
 from workbook.runs.scaling import Fit, fit_exponent, local_exponents
 
-# Categories independent of T; the rest of a peak grows.
-CONSTANT = ("parameters", "gradients", "optimizer_state", "resident")
 # Backends that never make a T x T tensor.
 LINEAR = ("gather", "packed", "flex", "triton")
 STUDY = "case study, 5 layers"

@@ -39,7 +39,7 @@ from workbook.lab.observers.deferred import SAMPLED
 from workbook.lab.observers.module_order import ModuleOrder
 from workbook.lab.observers.phases import PhaseTimes
 from workbook.lab.observers.writers import CsvWriter
-from workbook.rooms.throughput.trials import Measured, TrainCell
+from workbook.rooms.throughput.trials import Measured, TrainCell, opened
 
 WATCHED = 5  # steps that are timed by phase
 CAPTURED = 2  # steps: the graph's capture and its first replay
@@ -50,8 +50,7 @@ STEP = "nsa training step"  # its mark in a profile
 def measure_rank(spec: dict) -> dict:
     """Measure one rank: {"cell": TrainCell.to_dict(), "threads": int or None} -> `Measured`. If
     the backend declines the model, the result is {"declined": why}."""
-    cell = TrainCell.from_dict(spec["cell"])
-    with cell.opened(spec.get("threads")) as trainer, _noted(trainer):
+    with opened(spec) as (cell, trainer), _noted(trainer):
         try:
             with witness.recording() as seen:
                 losses = [float(trainer.step(0))]
@@ -78,14 +77,13 @@ def measure_rank(spec: dict) -> dict:
 def train(spec: dict) -> dict:
     """Train {"cell": TrainCell.to_dict(), "seed": int, "threads": int or None}; return {"losses",
     "device_mib", "host_mib"}, each a list with a number per step, or {"declined": why}."""
-    cell = TrainCell.from_dict(spec["cell"])
-    warmup = min(10, max(1, cell.steps // 10))
-    changes = {"steps": cell.steps, "schedule": "cosine", "warmup_steps": warmup}
-    with cell.opened(spec.get("threads"), seed=spec["seed"], **changes) as trainer:
+    steps = spec["cell"]["steps"]
+    changes = {"steps": steps, "schedule": "cosine", "warmup_steps": min(10, max(1, steps // 10))}
+    with opened(spec, seed=spec["seed"], **changes) as (_, trainer):
         memory = MemorySamples(trainer.device)
         trainer.observers = (memory,)
         try:
-            losses = trainer.run(cell.steps)
+            losses = trainer.run(steps)
         except Declined as refusal:
             return {"declined": str(refusal)}
     return {"losses": losses, "device_mib": memory.device_mib, "host_mib": memory.host_mib}
@@ -96,8 +94,7 @@ def profile_cell(spec: dict) -> dict[str, Any]:
 
     Returns the result of `kernels.of_step`.
     """
-    cell = TrainCell.from_dict(spec["cell"])
-    with cell.opened(spec.get("threads")) as trainer:
+    with opened(spec) as (cell, trainer):
         for step in range(warmup_of(trainer, cell)):
             trainer.step(step)
         device = trainer.device

@@ -1,7 +1,8 @@
 """Cells of a throughput table, and their measurement, each in separate processes."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import nan
@@ -50,10 +51,6 @@ class TrainCell(TrainingSpec):
             raise ValueError("observe hooks modules, which compile and cuda_graph leave out")
         super().__post_init__()
 
-    def opened(self, threads: int | None = None, **changes: Any):
-        """Call `open_trainer` with prefetched batches that are the same for every seed."""
-        return open_trainer(self, threads=threads, data_seed=DATA_SEED, prefetch=True, **changes)
-
     def with_(self, text: str) -> "TrainCell":
         """Return a copy with the fields named in `text`: "compile", "checkpoint=all batch=1".
 
@@ -77,6 +74,16 @@ class TrainCell(TrainingSpec):
     def __str__(self) -> str:
         size = f"T={self.tokens} batch {self.batch} {self.precision} {self.device}"
         return self.told(self.name, size, SWITCHES)
+
+
+@contextmanager
+def opened(spec: Mapping[str, Any], **changes: Any) -> Iterator[tuple[TrainCell, Any]]:
+    """Yield a child's cell, spec["cell"], and its trainer, whose batches are prefetched and the
+    same for every seed. spec["threads"]: torch's on the CPU; changes: as in `open_trainer`."""
+    cell = TrainCell.from_dict(spec["cell"])
+    how = {"threads": spec.get("threads"), "data_seed": DATA_SEED, "prefetch": True}
+    with open_trainer(cell, **how, **changes) as trainer:
+        yield cell, trainer
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ class Driver:
         entry = job.entry
         content = {
             "name": entry.planned.name,
-            "source": entry.source,
+            "source": entry.planned.source,
             "notebook": str(entry.planned.notebook.absolute()),
             "parameters": entry.planned.given,
             "root": str(self.batch.root),

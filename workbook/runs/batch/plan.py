@@ -27,13 +27,12 @@ MOST = 100_000  # most jobs of a plan
 class Entry:
     """One job of a plan, before anything is written: a notebook with its parameters.
 
-    `planned` has the name of its run on this machine; `source` the hash of the code to run.
+    `planned` has the name of its run on this machine.
     """
 
     name: str  # from the list's entry, the grid's values and the repeat
     question: str
     planned: Planned
-    source: str
     repeat: int = 1
     repeats: int = 1
     after: tuple[str, ...] = ()  # names of jobs
@@ -147,7 +146,6 @@ def _expanded(job: dict[str, Any], folder: Path, known: tuple, facts: dict) -> I
                 f"{name} #{repeat}" if repeats > 1 else name,
                 " ".join(job.get("question", "").split()),
                 planned,
-                source,
                 repeat,
                 repeats,
                 timeout_s=seconds(job["timeout"]) if "timeout" in job else None,

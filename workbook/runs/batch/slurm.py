@@ -84,7 +84,9 @@ class Slurm:
     def check(self, jobs: Sequence[Job]) -> None:
         shapes = {self._shape(job): job for job in reversed(jobs)}
         for shape, job in shapes.items():
-            lines = ["#!/bin/sh", *(_flag(*one) for one in self._options(*shape).items()), "true\n"]
+            options = self._options(*shape).items()
+            flags = (f"#SBATCH --{key.replace('_', '-')}={value}" for key, value in options)
+            lines = ["#!/bin/sh", *flags, "true\n"]
             asked = _slurm("sbatch", "--test-only", input="\n".join(lines))
             if asked is None:
                 raise ValueError("Slurm does not answer; `sinfo` shows if it is up")
@@ -306,10 +308,6 @@ def _keep_last_words(job: Job) -> None:
     said = job.folder.parents[1] / "slurm" / f"{_id(job)}_0_log.err"
     with contextlib.suppress(OSError), job.log.open("a") as log:
         log.write(said.read_text(errors="replace"))
-
-
-def _flag(key: str, value: Any) -> str:
-    return f"#SBATCH --{key.replace('_', '-')}={value}"
 
 
 def _said(asked: subprocess.CompletedProcess[str]) -> str:

@@ -92,7 +92,7 @@ class Batch:
         for job in self.jobs:
             before, planned = read_json(job.file) or {}, job.entry.planned
             begun = job.status == OK or (job.status == RUNNING and job.outcome.status)
-            if begun and before and before.get("source") != job.entry.source:
+            if begun and before and before.get("source") != planned.source:
                 found.append(f"{job.name}: {planned.notebook.name} or nsa/")
             elif begun and before and before.get("name") != planned.name:
                 found.append(f"{job.name}: versions of Python or torch, or the GPUs")

@@ -1,6 +1,5 @@
 """Data of the site on a run: a mapping that is JSON, kept until a file of the run changes."""
 
-import contextlib
 import hashlib
 import json
 import re
@@ -106,11 +105,12 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
     given = of("parameters.yaml", parameters.read_file, {})
     # a question with parameters in its text differs between runs
     question = given.get("question") or about.get("question") or ""
+    book = read_json(folder / "notebook.ipynb", {})  # the run's page says if it cannot be read
     return {
         "run": name,
         "notebook": notebook,
         "question": str(question),
-        "asks": asks(_book(folder), about.get("question") or "", notebook),
+        "asks": asks(book, about.get("question") or "", notebook),
         "started": about.get("started") or f"{folder.parent.name}T00:00:00+00:00",
         "seconds": about.get("seconds"),
         "message": about.get("message") or "",
@@ -129,13 +129,6 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
         "rows": rows,
         "damaged": damaged,
     }
-
-
-def _book(folder: Path) -> dict[str, Any]:
-    """Notebook of a run, empty if it cannot be read: the run's page says so."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / "notebook.ipynb").read_text(encoding="utf-8"))
-    return {}
 
 
 def asks(book: dict[str, Any], question: str, name: str) -> str:

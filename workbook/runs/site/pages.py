@@ -8,10 +8,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 from workbook.runs import looks, metrics, report
+from workbook.runs.results import TRIAL
 
 HERE = Path(__file__).parent
 FENCE = "`" * 12
-TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")
 TAIL = 4000  # characters of a log that are shown if there is no notebook
 
 

@@ -11,7 +11,7 @@ from workbook.lab.measure.attention_inputs import draw
 from workbook.lab.measure.shapes import TINY_CONFIG, Shape
 from workbook.lab.measure.timing import Clock, Latency
 from workbook.rooms.comparison.cell import Runner, add_graphs, capture, empty
-from workbook.rooms.comparison.implementations import backends
+from workbook.rooms.comparison.implementations import of_backends
 
 SHAPE = Shape(70, 4, 2, 16, 16, dtype="fp32", config=TINY_CONFIG)
 
@@ -22,7 +22,7 @@ def runner():
 
 
 def measured(name, shape=SHAPE, graph=True, **changes):
-    implementation = replace(backends(["gather"])[0], name=name, graph=graph)
+    implementation = replace(of_backends(["gather"])[0], name=name, graph=graph)
     ms = {"forward": [1.0, 1.0, 1.0], "backward": [2.0, 2.0, 2.0]}
     cell = empty(shape, implementation) | {"outcome": "ok", "latency_ms": ms} | changes
     return cell, shape, implementation
@@ -81,7 +81,7 @@ def test_only_what_ran_whole_is_short_and_fits_into_the_budget_is_captured(runne
 @pytest.mark.parametrize("shared", [True, False])
 def test_fresh_leaves_share_memory_but_no_graph(shared):
     drawn = draw(replace(SHAPE, shared_kv=shared))
-    (backend,) = backends(["gather"])
+    (backend,) = of_backends(["gather"])
     o = backend.call(drawn, None)  # keeps the nodes that gather the old leaves' gradients alive
     fresh = drawn.fresh()
     again = backend.call(fresh, None)
@@ -127,7 +127,7 @@ LARGER = Shape(512, heads=16, kv_heads=1, dim=64, value_dim=64)
 @pytest.mark.gpu
 def test_a_graph_is_captured_beside_a_graph_that_another_stream_made():
     drawn = draw(LARGER, "cuda")
-    (backend,) = backends(["triton"])
+    (backend,) = of_backends(["triton"])
     kept = backend.call(drawn, None)
     timing.gradients(kept, list(drawn.leaves().values()), drawn.do, keep=True)
     cell = empty(LARGER, backend)
@@ -137,7 +137,7 @@ def test_a_graph_is_captured_beside_a_graph_that_another_stream_made():
 
 @pytest.mark.gpu
 def test_a_capture_that_fails_is_a_remark_on_a_gpu_too():
-    (good,) = backends(["triton"])
+    (good,) = of_backends(["triton"])
 
     def waits(drawn, blocks):
         torch.cuda.synchronize()  # which no capture allows

@@ -12,7 +12,7 @@ from workbook.lab.measure.limits import Ceilings
 from workbook.lab.measure.shapes import Shape
 from workbook.rooms.comparison import record
 from workbook.rooms.comparison.cell import empty
-from workbook.rooms.comparison.implementations import backends
+from workbook.rooms.comparison.implementations import of_backends
 from workbook.runs.store import Run
 
 GPU = {"name": "NVIDIA H200", "memory_gib": 140.4, "compute_capability": "9.0", "driver": "580"}
@@ -111,7 +111,7 @@ def test_what_a_benchmark_writes_is_taken(run, tmp_path):
     cells = [
         empty(shape, backend, "cuda", Ceilings(790.0, 4.2))
         | {"outcome": "ok", "latency_ms": {"forward": [ms] * 3, "graph_forward": [0.1] * 3}}
-        for backend, ms in zip(backends(["triton", "flash"]), (2.0, 3.0), strict=True)
+        for backend, ms in zip(of_backends(["triton", "flash"]), (2.0, 3.0), strict=True)
     ]
     (row,) = record.write_measured([run(*record.rows(cells))], tmp_path / "out.json")["rows"]
     assert (row["tokens"], row["heads"], row["dtype"]) == (4096, 8, "bfloat16")

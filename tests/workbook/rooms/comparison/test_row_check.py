@@ -12,10 +12,10 @@ from workbook.lab.measure.attention_inputs import draw
 from workbook.lab.measure.shapes import TINY_CONFIG, Shape
 from workbook.rooms.comparison import check as row_check
 from workbook.rooms.comparison.check import check, revealed, sample_rows
-from workbook.rooms.comparison.implementations import DENSE_ATTENTIONS, backends, peer
+from workbook.rooms.comparison.implementations import DENSE_ATTENTIONS, of_backends, peer
 
 SHAPE = Shape(150, 4, 2, 16, 16, dtype="fp32", config=TINY_CONFIG)
-(GATHER,) = backends(["gather"])
+(GATHER,) = of_backends(["gather"])
 TORCH = [n for n in registry.names() if n in ("packed", "gather", "sdpa", "masked")]
 
 
@@ -30,7 +30,7 @@ def few_rows(monkeypatch):
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("name", TORCH)
 def test_a_right_backend_passes_with_its_own_selection(name, shared, dtype):
-    (backend,) = backends([name])
+    (backend,) = of_backends([name])
     drawn = draw(replace(SHAPE, shared_kv=shared, dtype=dtype, batch=2))
     checked = check(backend, drawn)
     assert checked.what == "all rows, own selection, forward and gradients"
@@ -112,7 +112,7 @@ def test_the_exact_rows_are_the_references(few_rows):
 
 
 def test_a_selection_is_revealed_in_several_passes():
-    (backend,) = backends(["masked"])
+    (backend,) = of_backends(["masked"])
     shape = replace(SHAPE, tokens=300, value_dim=8)  # 19 blocks, 8 of them a pass
     drawn = draw(shape)
     k, v = ({b: x.double() for b, x in drawn.by_branch(name).items()} for name in "kv")

@@ -146,7 +146,7 @@ def test_a_backend_that_does_not_take_the_model_says_why():
 
 @pytest.mark.full
 def test_observers_and_the_place_among_ranks_are_put_back():
-    with CELL.opened(1) as trainer:
+    with trials.opened(spec(CELL)) as (_, trainer):
         trainer.step(0)
         place = trainer.parallel
         phase_ms(trainer, child.WATCHED)
@@ -374,13 +374,13 @@ def test_ranks_under_ddp_train_by_a_cuda_graph_as_they_do_without(ranks, how):
 
 @pytest.mark.gpu
 def test_a_kernel_that_is_compiled_late_is_counted():
-    cell = replace(ON_GPU, batch=1)
-    with cell.opened() as trainer:
+    cell, other = (replace(ON_GPU, batch=1, changes=c) for c in ({}, {"head_dim": 32}))
+    with trials.opened(spec(cell)) as (_, trainer):
         trainer.step(0)
         trainer.step(1)
         with Compilations() as nothing:
             trainer.step(2)
-    with Compilations() as new, replace(cell, changes={"head_dim": 32}).opened() as trainer:
+    with Compilations() as new, trials.opened(spec(other)) as (_, trainer):
         trainer.step(0)
     assert nothing.kernels == 0 and new.kernels > 0
 
