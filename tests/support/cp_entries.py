@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import quick_interpreter
 import torch
 import torch.distributed as dist
 from cases import EVEN, ODD, TINY, Case, draw
@@ -149,6 +150,7 @@ def cases(first: int, count: int) -> dict[str, dict[str, float]]:
 def interpreted() -> dict[str, dict[str, float]]:
     """{case: distances in fp32} of the Triton kernels, which also make the compressed keys."""
     context, of = ContextParallel.over(mesh_of(dist.get_world_size())), get("triton")
+    quick_interpreter.install()
     called = Mock(wraps=of.compress)
     registry._loaded["triton"] = replace(of, compress=called)
     found = {}

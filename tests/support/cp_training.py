@@ -1,5 +1,6 @@
 """Trainings over sequences on several ranks, for tests/nsa/parallel: `python cp_training.py
-FOLDER`, started as ranks. Leaves FOLDER/rank<r>.pt, and FOLDER/<way>.pt, a checkpoint of each."""
+FOLDER COMPILER`, started as ranks. Leaves FOLDER/rank<r>.pt, and FOLDER/<way>.pt, a checkpoint of
+each. COMPILER is torch.compile's backend: "inductor" on each rank generates and compiles C++."""
 
 import sys
 import warnings
@@ -84,8 +85,10 @@ def train(name, place):
     return {"losses": losses, "gradients": gradients, "held out": trainer.evaluate(2)}, trainer
 
 
-def main(folder):
+def main(folder, compiler):
     torch.set_num_threads(1)
+    plain = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self, **options: plain(self, backend=compiler, **options)
     here = parallel.start("ddp", backend="gloo", device="cpu")
     seen = {}
     for name, (options, _, _) in WAYS.items():

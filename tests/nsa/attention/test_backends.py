@@ -7,6 +7,7 @@ import pytest
 import torch
 from backend_calls import DEVICE, DOUBLE, FAST, NAMES, attend, check, measured, outcome, takes
 from cases import CASES, ODD, SMALL, TINY, Case, draw
+from torch.nn.attention import flex_attention
 
 from nsa.attention.api import nsa_attention
 from nsa.attention.backends import gather
@@ -22,21 +23,18 @@ def each(backends, cases, dtypes):
     """Every combination that runs here; interpreted kernels take minutes for the long ones.
 
     Of theirs of 60 tokens and more three in four wait for `make test-long`. So do, in a second
-    dtype, the exhibit's longest, which are the same loop over tokens, and two of three of flex's,
-    which are the same mask, compiled anew in seconds each; of its longest all but one.
+    dtype, the exhibit's longest, which are the same loop over tokens.
 
     A newcomer's `make test` has the first cases of the backends that take no loop over tokens.
     """
     for backend, (dtype, name), case in product(backends, dtypes.items(), cases):
         if takes(backend, dtype):
             interpreted = case.tokens if backend == "triton" and DEVICE == "cpu" else 0
-            quick = case in CASES[:4] and backend not in ("triton", "sequential", "flex")
+            quick = case in CASES[:4] and backend not in ("triton", "sequential")
             slow = interpreted > 200
             marks = [pytest.mark.slow] if slow else [] if quick else [pytest.mark.full]
             again = backend == "sequential" and case.tokens > 200
-            again = again or (backend == "flex" and CASES.index(case) % 3)
             bulk = (again and name != "fp32") or (interpreted >= 60 and CASES.index(case) % 4)
-            bulk = bulk or (backend == "flex" and case in CASES[-3:] and case.tokens > 200)
             marks += [pytest.mark.long] if bulk else []
             yield pytest.param(backend, case, dtype, id=f"{backend}-{case}-{name}", marks=marks)
 
@@ -51,6 +49,12 @@ def each(backends, cases, dtypes):
 )
 def test_backend_agrees_with_the_reference_forward_and_backward(backend, case, dtype):
     check(backend, case, dtype)
+
+
+@pytest.mark.full
+def test_flex_agrees_as_torch_traces_it_too(monkeypatch):
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
+    check("flex", CASES[12], torch.float32)
 
 
 EDGE = Case(33, dim=16, value_dim=256, phi="mlp")

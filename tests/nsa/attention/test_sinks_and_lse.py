@@ -85,9 +85,7 @@ def chosen_here(backends, cases, dtypes):
             dtype = [x for x in dtypes if takes(backend, x)][number % len(dtypes) - len(dtypes)]
             interpreted = backend == "triton" and DEVICE == "cpu"
             marks = [pytest.mark.full] * (interpreted or case.tokens > 60)
-            # flex compiles each anew, in seconds; of the long ones the shorter packed one stays.
-            compiled = backend == "flex" and case is not cases[-2]
-            marks += [pytest.mark.long] * ((interpreted or compiled) and case.tokens > 63)
+            marks += [pytest.mark.long] * (interpreted and case.tokens > 63)
             name = str(dtype).removeprefix("torch.")
             yield pytest.param(backend, case, dtype, id=f"{backend}-{case}-{name}", marks=marks)
 

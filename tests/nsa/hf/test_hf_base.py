@@ -169,7 +169,6 @@ def test_files_with_the_names_of_before_open_and_are_saved_with_todays(model, tm
     ("code", "kind"),
     [
         ("from transformers import AutoModelForCausalLM as A", "NSAForCausalLM"),
-        ("import torch, transformers; A = transformers.AutoModel", "NSAModel"),
         (
             "from transformers import AutoConfig; AutoConfig.from_pretrained(folder); "
             "from transformers import AutoModelForCausalLM as A",
@@ -185,23 +184,31 @@ def test_a_fresh_process_opens_a_saved_model_without_importing_nsa(tmp_path, cod
 
 @pytest.mark.registered
 @pytest.mark.processes
-def test_who_loads_another_model_does_not_import_ours():
-    code = "import sys, torch; from transformers import AutoModelForCausalLM as A, LlamaConfig; "
+def test_who_loads_another_model_does_not_import_ours_and_can_open_it_afterwards(tmp_path):
+    code = "import sys, torch, transformers; A = transformers.AutoModel; "
     sizes = "hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64"
-    code += f"A.from_config(LlamaConfig({sizes}, intermediate_size=32)); "
-    assert answer(code + "print('nsa.hf' in sys.modules)").strip() == "False"
+    code += f"A.from_config(transformers.LlamaConfig({sizes}, intermediate_size=32)); "
+    code += "print('nsa.hf' in sys.modules); "
+    code += f"print(type(A.from_pretrained({saved(tmp_path)!r})).__name__)"
+    assert answer(code).split() == ["False", "NSAModel"]
 
 
 @pytest.mark.processes
-def test_without_the_registration_the_folders_code_opens_it_or_the_error_says_what_would(tmp_path):
-    folder = saved(tmp_path)
-    start = "from transformers import AutoModelForCausalLM as A; "
-    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    code = start + f"m = A.from_pretrained({folder!r}, trust_remote_code=True); "
-    code += "import torch; print(m.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3).shape)"
-    assert "[1, 6]" in answer(code, off)
-    with pytest.raises(AssertionError, match="trust_remote_code=True"):
-        answer(start + f"A.from_pretrained({folder!r})", off)
+def test_without_the_registration_the_error_says_what_would_do_and_the_folders_code_opens_it(
+    tmp_path,
+):
+    code = f"""
+from transformers import AutoModelForCausalLM as A
+try:
+    A.from_pretrained({saved(tmp_path)!r})
+except ValueError as error:
+    print("trust_remote_code=True" in str(error))
+m = A.from_pretrained({saved(tmp_path)!r}, trust_remote_code=True)
+import torch
+print(m.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3).shape)
+"""
+    *_, refused, shape = answer(code, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).splitlines()
+    assert refused.endswith("True") and "[1, 6]" in shape  # after a question of transformers
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["auto_map"]["AutoModelForCausalLM"] == "modeling_nsa.NSAForCausalLM"
 

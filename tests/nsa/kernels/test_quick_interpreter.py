@@ -5,7 +5,6 @@ import quick_interpreter
 import torch
 import triton.language as tl
 from span_cases import COMPRESSED, Case, Problem
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles kernels")
@@ -24,15 +23,11 @@ def test_it_computes_the_same_bits_and_looks_for_what_to_replace_once_a_launch(m
     quick = problem.kernels()
     assert launched and len(replaced) <= 2 * len(launched)  # `triton.language`, and what it calls
     with monkeypatch.context() as patched:
-        patched.setattr(interpreter, "_patch_lang", plain)
-        patched.setattr(interpreter, "_get_np_dtype", quick_interpreter._plain_np_dtype)
-        patched.setattr(
-            interpreter.interpreter_builder, "options", interpreter.InterpreterOptions()
-        )
-        patched.setattr(tl.block_type, "__init__", quick_interpreter._plain_block_type)
-        patched.delattr(tl.block_type, "name")
-        patched.setattr(tl.tensor, "__init__", quick_interpreter._plain_tensor)
-        patched.setattr(TritonSemantic, "broadcast_impl_value", quick_interpreter._plain_broadcast)
+        for owner, name, plain in quick_interpreter.PLAIN:
+            if plain is None:
+                patched.delattr(owner, name)
+            else:
+                patched.setattr(owner, name, plain)
         slow = problem.kernels()
     for name, value in quick.items():
         assert torch.equal(value.nan_to_num(7.0), slow[name].nan_to_num(7.0)), name

@@ -17,11 +17,13 @@ from nsa.parallel.mesh import ContextParallel
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_ranks_that_share_sequences_train_as_one_process_does(tmp_path, count):
+@pytest.mark.parametrize(
+    ("count", "compiler"), [pytest.param(2, "inductor", marks=pytest.mark.long), (4, "aot_eager")]
+)
+def test_ranks_that_share_sequences_train_as_one_process_does(tmp_path, count, compiler):
     """Losses, gradients, a loss on other batches, and a checkpoint that one process goes on from;
     four ranks are also two groups of two."""
-    run_ranks(count, "cp_training.py", tmp_path)
+    run_ranks(count, "cp_training.py", tmp_path, compiler)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(count)]
     for name in cp_training.WAYS:
         one, trainer = cp_training.train(name, SINGLE)
