@@ -215,10 +215,9 @@ def no_setting_is_slow(soak: Soak, trials: Sequence[Setting]):
     found = {n: table.times_usual(trials, n) for n in _names(trials) if n != USUAL}
     evidence = {name: str(ratio) for name, ratio in found.items()}
     worst = max(found, key=lambda name: found[name].value)
-    ends = [[r.value if math.isnan(x) else x for x in (r.low, r.high)] for r in found.values()]
-    slow = any(low > SLOWER for low, _ in ends)
+    slow = any(_low(ratio) > SLOWER for ratio in found.values())
     text = f"{found[worst]} at most, {worst}"
-    if not slow and any(high > SLOWER for _, high in ends):
+    if not slow and any(_high(ratio) > SLOWER for ratio in found.values()):
         raise Undecided("an interval is across the bound", evidence, text)
     return text, not slow, evidence
 
@@ -239,6 +238,14 @@ def reserved_is_estimated(soak: Soak, trials: Sequence[Setting], estimated: Sequ
     evidence = {told(name): round(share, 4) for name, share in off.items()}
     found = f"{off[worst]:+.1%} at most, {told(worst)}"
     return found, abs(off[worst]) <= RESERVED_SHARE, evidence
+
+
+def _low(ratio) -> float:
+    return ratio.value if math.isnan(ratio.low) else ratio.low
+
+
+def _high(ratio) -> float:
+    return ratio.value if math.isnan(ratio.high) else ratio.high
 
 
 def _names(trials: Sequence[Setting]) -> list[str]:
