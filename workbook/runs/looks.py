@@ -102,18 +102,19 @@ def figure(count: int, height: float, *, same_y: bool = False, names: str = "bel
 
 
 def _name_lines(fig, axes_list) -> set[str]:
-    """Write each line's label at its end; return the labels. Markers alone keep to the legend."""
+    """Write each label once in a panel, at the end of its first line; return the labels. Markers
+    alone keep to the legend."""
     fig.draw_without_rendering()  # names keep a distance in points
     named = set()
     for axes in axes_list:
-        ends = []
+        ends = {}
         for drawn in axes.lines:
             x, y = drawn.get_data()
             told = drawn.get_label()
             if len(x) and not told.startswith("_") and drawn.get_linestyle() != "None":
-                ends.append((float(x[-1]), float(y[-1]), told, drawn.get_color()))
-        farthest = max((x for x, *_ in ends), default=0.0)
-        for x, y, told, colour in sorted(ends, key=lambda end: -end[1]):
+                ends.setdefault(told, (float(x[-1]), float(y[-1]), drawn.get_color()))
+        farthest = max((x for x, *_ in ends.values()), default=0.0)
+        for told, (x, y, colour) in sorted(ends.items(), key=lambda end: -end[1][1]):
             at_end(axes, x, y, told, colour, above=x < farthest)
             named.add(told)
     return named

@@ -100,9 +100,9 @@ def tasks(rows: Rows, note: str):
 
 
 def selection_while_training(rows: Rows, note: str):
-    """Plot NSA's gates, as shares of their sum and as the sum of each layer, and how many blocks 64
-    neighbours select together, against bytes seen; a line a seed and length, but for sums means
-    over layers."""
+    """Plot NSA's gates, as shares of their sum and as each layer's sum, and how many blocks 64
+    neighbours select together, against bytes seen, a line a seed and length. Shares and blocks are
+    means over layers."""
     mine = [row for row in rows if row["outcome"] == "ok" and row["cell"]["arm"] == BASE]
     mine = [row for row in mine if row.get("selected")]
     if not mine:
@@ -111,20 +111,15 @@ def selection_while_training(rows: Rows, note: str):
         for row in mine:
             seen = [look["bytes"] / MIB for look in row["selected"]]
             gates = np.array([[x["gates"] for x in look["layers"]] for look in row["selected"]])
-            hidden = "" if row is mine[0] else "_"  # before a name that is there already
             for layer, line in enumerate(gates.sum(-1).T):
-                look = {"color": looks.series(layer)[0], "label": f"{hidden}layer {layer}"}
-                sums.plot(seen, line, **look)
+                sums.plot(seen, line, color=looks.series(layer)[0], label=f"layer {layer}")
             gates = (gates / gates.sum(-1, keepdims=True)).mean(1)
             for number, name in enumerate(("compressed", "selected", "window")):
-                look = {"color": looks.series(number)[0], "label": hidden + name}
-                shares.plot(seen, gates[:, number], **look)
+                shares.plot(seen, gates[:, number], color=looks.series(number)[0], label=name)
             unions = [[x["union_mean"]["64"] for x in look["layers"]] for look in row["selected"]]
-            at = row["cell"]["tokens"]
-            colour, _ = looks.series(3 + table.lengths(mine).index(at))
-            new = not any(line.get_color() == colour for line in united.lines)
-            told = f"{'' if new else '_'}text of {looks.length(at)}"
-            united.plot(seen, np.mean(unions, 1), color=colour, label=told)
+            line, at = table.lengths(mine).index(row["cell"]["tokens"]), row["cell"]["tokens"]
+            look = {"color": looks.series(3 + line)[0], "label": f"text of {looks.length(at)}"}
+            united.plot(seen, np.mean(unions, 1), **look)
         shares.set(xlabel=SEEN, ylabel="share of the gates", ylim=(0, 1))
         sums.set(xlabel=SEEN, ylabel="sum of the three gates", ylim=(-0.03, None))
         united.set(xlabel=SEEN, ylabel="distinct blocks")

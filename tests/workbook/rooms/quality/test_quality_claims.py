@@ -136,6 +136,14 @@ def test_plots_draw_rows_and_say_where_there_are_none():
     assert list(table.selected(found)["union of 4"]) == [20.5]
 
 
+def test_lines_of_several_seeds_are_named_once():
+    drawn = plots.selection_while_training(rows(3), "note")
+    named = [[told.get_text() for told in axes.texts] for axes in drawn.axes if axes.lines]
+    assert [sorted(one) for one in named] == [
+        ["compressed", "selected", "window"], ["layer 0"], ["text of 8k"]
+    ]  # fmt: skip
+
+
 def test_metrics_hold_every_number_and_a_failed_cell_has_none():
     found = trials.to_metrics([row("nsa", 0), {"cell": row("dense", 1)["cell"], "outcome": "oom"}])
     assert {"bits", "speed", "needle", "recall", "tracking", "bits_at"} == {
