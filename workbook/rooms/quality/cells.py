@@ -11,6 +11,12 @@ from nsa.model.train_config import TrainConfig
 from nsa.spelling import choice
 from workbook.rooms.quality.planted import LEAST
 
+
+def _blocks(block: int, stride: int, select: int, count: int) -> dict[str, int]:
+    names = ("compress_block", "compress_stride", "select_block", "select_count")
+    return dict(zip(names, (block, stride, select, count), strict=True))
+
+
 BASE, DENSE = "nsa", "dense"
 CONTROLS = ("window", "compressed")  # which must lose
 # Changes of the model by arm; dense ones are baselines of the unchanged model.
@@ -25,6 +31,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "phi-mlp": {"phi": "mlp"},
     "gate-softmax": {"gate": "softmax"},
     "gate-uniform": {"gate": "uniform"},
+    "half-blocks": {"nsa": _blocks(16, 8, 32, 32)},  # as many bytes read exactly
+    "quarter-blocks": {"nsa": _blocks(8, 4, 16, 64)},
+    "select-64": {"nsa": {"select_count": 64}},  # four times as many
     "share-2": {"share_selection": 2},  # every second layer selects
     "share-4": {"share_selection": 4},
 }

@@ -27,7 +27,7 @@ from workbook.runs.files import read_json, write_json
 LOOKS = 8  # evaluations along a training, each with a checkpoint
 CHUNK = 16  # steps between looks at the clock
 TIMES = (1, 2, 4)  # of the trained length, at which tasks are asked
-SELECTED_AT = (8192, 32768)  # lengths of the text whose selections are described, and T itself
+SELECTED_AT = (8192, 32768, 65536)  # lengths whose selections are described, and T itself
 HELD_OUT_SEED = 1337  # of evaluation: every arm and seed reads the same passages
 SEEN = ("gates", "entropy", "union_mean", "forced", "first_anyway", "local_anyway")
 LEFT_OUT = WARMUP + 2  # first steps of a process, which compile and capture
