@@ -62,6 +62,25 @@ class DenseAttention(nn.Module):
 
         Packed sequences are computed one after the other, so the host reads their bounds: a sync.
         """
+        q, k, v = self.queries_keys_values(x, rotary, cu_seqlens)
+        o, served, declined = self._attend(q, k, v, cu_seqlens)
+        if not torch.compiler.is_compiling():
+            witness.saw_call("dense", [("dense", served)], declined)
+            witness.saw_output(o)
+        if self.config.strict and not bool(o.isfinite().all()):
+            raise FloatingPointError(
+                f"dense attention at {witness.place()}: {int((~o.isfinite()).sum())} of "
+                f"{o.numel()} values are not finite (backend {served})"
+            )
+        return self.o_proj(o.flatten(2))
+
+    def queries_keys_values(
+        self,
+        x: Float[Tensor, "B T E"],
+        rotary: Rotary | None = None,
+        cu_seqlens: Int[Tensor, " N1"] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, HQ, D] and k [B, T, HKV, D], rotated, and v [B, T, HKV, DV]."""
         config = self.config
         rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
         made = Projections(x, {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj})
@@ -69,17 +88,7 @@ class DenseAttention(nn.Module):
             made["q"].unflatten(-1, (config.heads, config.head_dim)),
             made["k"].unflatten(-1, (config.kv_heads, config.head_dim)),
         )
-        v = made["v"].unflatten(-1, (config.kv_heads, config.value_size))
-        o, served, declined = self._attend(q, k, v, cu_seqlens)
-        if not torch.compiler.is_compiling():
-            witness.saw_call("dense", [("dense", served)], declined)
-            witness.saw_output(o)
-        if config.strict and not bool(o.isfinite().all()):
-            raise FloatingPointError(
-                f"dense attention at {witness.place()}: {int((~o.isfinite()).sum())} of "
-                f"{o.numel()} values are not finite (backend {served})"
-            )
-        return self.o_proj(o.flatten(2))
+        return q, k, made["v"].unflatten(-1, (config.kv_heads, config.value_size))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
         """(o [B, T, HQ, DV], name of the implementation, reasons why others declined)."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nsa.attention.backends.triton import SOUND
 from nsa.attention.registry import check_name, get
 from nsa.blocks import count_compressed, count_selectable
 from nsa.model.config import ModelConfig
@@ -47,6 +48,7 @@ class Activations:
     attention: int
     head: int  # logits and their log-softmax, fp32
     quadratic: int  # grows with T x T; attention's as well
+    freed: int  # of these, when the backward reaches the last layer's attention
 
     @property
     def linear(self) -> int:
@@ -56,6 +58,12 @@ class Activations:
     @property
     def total(self) -> int:
         return self.casts + self.linear + self.quadratic
+
+    def nearest(self, measured: float) -> float:
+        """Bytes predicted at the peak that held the measured ones: all of these, at the end of the
+        forward, down to those that are left in the backward of the last layer's attention, where
+        the peak is if its temporaries are more than what was freed."""
+        return min(max(measured, self.total - self.freed), self.total)
 
 
 def predicted_peak(
@@ -86,15 +94,17 @@ def activations(
     weights = predict(config).weights
     each, rows = config.layers * batch, batch * tokens
     one_by_one = one_token_at_a_time(config, tokens) if name == "sequential" else 0
+    mlp, head = each * tokens * 4 * config.mlp_size * size, rows * FP32 * 2 * config.vocab
     return Activations(
         casts=0 if dtype == "fp32" else weights * size // FP32,
         # each layer's two norms and the last one: inputs and outputs
         residual=rows * (2 * config.layers + 1) * config.dim * (FP32 + size),
-        mlp=each * tokens * 4 * config.mlp_size * size,
+        mlp=mlp,
         attention=each * (tokens * _attention(config, name, size) + one_by_one)
         + rows * _selections(config, name),
-        head=rows * FP32 * 2 * config.vocab,
+        head=head,
         quadratic=each * _squares(config, name, tokens, size),
+        freed=head + mlp // config.layers,
     )
 
 
@@ -102,15 +112,28 @@ def _attention(config: ModelConfig, backend: str, size: int) -> int:
     """Bytes per token: q, three k and v, each branch's o and their sum, gates and statistics."""
     queries = config.heads * config.head_dim
     outputs = config.heads * config.value_size
+    gates = (size + FP32) * 3 * config.heads
+    if backend == "triton":
+        return size * queries + gates + _of_kernels(config, size)
     projections = 1 if config.shared_kv else 3
     keys = projections * config.kv_heads * (config.head_dim + config.value_size)
-    # The kernels form the gated sum and keep only the compressed branch's o beside it.
-    branches = 1 if backend == "triton" else 3
-    kept = size * (queries + keys + (branches + 1) * outputs + 3 * config.heads)
-    kept += FP32 * 3 * config.heads
+    kept = size * (queries + keys + 4 * outputs) + gates
     if backend == "packed":
         kept += FP32 * outputs  # the selected branch's o before it is rounded
     return kept
+
+
+def _of_kernels(config: ModelConfig, size: int) -> int:
+    """Bytes per token that our kernels keep beside q and gates: two k and v and the compressed
+    ones, o and the compressed branch's, what rounding took from o, and the last projection's input
+    where it is not o itself. Their 16-bit values have SOUND columns at least."""
+    value = max(config.value_size, SOUND) if size == 2 else config.value_size
+    # What is compressed is not kept, only the result, unless the other branches read it.
+    projections = (1 if config.shared_kv else 2) + 1 / config.nsa.compress_stride
+    keys = size * config.kv_heads * (config.head_dim + value) * projections
+    outputs = config.heads * value * (2 * size + (size == 2))
+    copied = size * config.heads * config.value_size * (value != config.value_size)
+    return int(keys) + outputs + copied
 
 
 def _selections(config: ModelConfig, backend: str) -> int:

@@ -19,6 +19,12 @@ def _blocks(block: int, stride: int, select: int, count: int) -> dict[str, int]:
 
 BASE, DENSE = "nsa", "dense"
 CONTROLS = ("window", "compressed")  # which must lose
+BLOCKS = (
+    BASE,
+    "half-blocks",
+    "quarter-blocks",
+    "select-64",
+)  # whose blocks dense attention is seen by
 # Changes of the model by arm; dense ones are baselines of the unchanged model.
 ARMS: dict[str, dict[str, Any]] = {
     BASE: {},

@@ -18,9 +18,10 @@ from nsa.model.parallel import SINGLE
 from nsa.model.positions import ByPosition, by_position
 from nsa.model.shards import Shards, opened
 from nsa.model.train import WARMUP, Trainer
+from workbook.lab.measure.coverage import coverage
 from workbook.lab.measure.selections import selections
 from workbook.lab.training import trainer_at
-from workbook.rooms.quality.cells import Cell
+from workbook.rooms.quality.cells import BLOCKS, Cell
 from workbook.rooms.quality.planted import KINDS, Planted
 from workbook.runs.files import read_json, write_json
 
@@ -243,7 +244,7 @@ def _evaluated(
 ) -> dict[str, Any]:
     """Bits a byte, by position at 1, 2 and 4 times the length; tasks; selections."""
     held_out = shards.text("held-out", HELD_OUT_SEED)
-    began, positions, tasks, selected = time.perf_counter(), {}, {}, {}
+    began, positions, tasks = time.perf_counter(), {}, {}
     measure = partial(_measure, model, cell, precision=cell.precision)
     lengths = [times * cell.tokens for times in TIMES if times <= amounts.longest]
     for tokens in lengths:
@@ -252,17 +253,30 @@ def _evaluated(
             asked = Planted(held_out, HELD_OUT_SEED, kind)
             found = measure(asked, tokens, amounts.rows * tokens)
             tasks.setdefault(kind, {})[str(tokens)] = [found.accuracy, found.bits]
-    eager = _eager(model)
-    if _selects(model):
-        wanted = {cell.tokens, *SELECTED_AT}
-        for tokens in sorted(n for n in wanted if n <= amounts.longest * cell.tokens):
-            ids = held_out.batch(0, 1, tokens, next(eager.parameters()).device)[0]
-            selected[str(tokens)] = selections(eager, ids, cell.precision)
+    looked = _looked_at(cell, _eager(model), held_out, amounts.longest)
     say(f"evaluated in {time.perf_counter() - began:.0f} s")
     return {
         "bits": positions[cell.tokens].bits,
         "by_position": {str(n): found.buckets() for n, found in positions.items()},
         "tasks": tasks,
-        "selections": selected,
+        **looked,
         "evaluation_s": time.perf_counter() - began,
     }
+
+
+def _looked_at(cell: Cell, model: LanguageModel, held_out: Any, longest: int) -> dict[str, Any]:
+    """What NSA's layers select, and what its blocks would hold of dense layers' attention."""
+
+    def read(tokens: int) -> torch.Tensor:
+        return held_out.batch(0, 1, tokens, next(model.parameters()).device)[0]
+
+    selected = {}
+    if _selects(model):
+        wanted = {cell.tokens, *SELECTED_AT}
+        for tokens in sorted(n for n in wanted if n <= longest * cell.tokens):
+            selected[str(tokens)] = selections(model, read(tokens), cell.precision)
+    found: dict[str, Any] = {"selections": selected}
+    if model.config.attention == "dense":
+        configs = {arm: replace(cell, arm=arm).config().nsa for arm in BLOCKS}
+        found["coverage"] = coverage(model, read(cell.tokens), configs, cell.precision)
+    return found

@@ -172,6 +172,22 @@ def selected(rows: Rows) -> pandas.DataFrame:
     return pandas.DataFrame(lines)
 
 
+def covered(rows: Rows) -> pandas.DataFrame:
+    """Table of dense attention's layers, means over seeds: its share beyond the window, and of that
+    what NSA's blocks would hold, chosen by averaged keys / the best there are."""
+    lines = []
+    for tokens in lengths(rows):
+        mine = [row for row in of(rows, DENSE, tokens).values() if "coverage" in row]
+        for number, same in enumerate(zip(*(row["coverage"] for row in mine), strict=True)):
+            line = {"T": length(tokens), "layer": number}
+            line["beyond the window"] = f"{mean(one[BASE]['far'] for one in same):.2f}"
+            for arm in same[0]:
+                held = (mean(one[arm][name] for one in same) for name in ("chosen", "best"))
+                line[arm] = " / ".join(f"{share:.2f}" for share in held)
+            lines.append(line)
+    return pandas.DataFrame(lines)
+
+
 def facts(cells: Sequence[Cell], parameters: dict[str, int]) -> list[str]:
     """Machine-independent lines."""
     first = cells[0]

@@ -1,7 +1,9 @@
 import json
+import re
 
 import pytest
 import torch
+from places import ROOT
 
 from nsa.attention.branches import select_blocks
 from nsa.config import NSAConfig
@@ -116,3 +118,11 @@ def test_captured_queries_are_a_kind_as_soon_as_they_are_stored(monkeypatch, tab
     first, again = (attention_inputs.draw(one) for _ in range(2))
     assert first.q.shape == (1, 1024, 4, 16) and torch.equal(first.q, again.q)
     assert first.q.requires_grad and float(first.q.detach().var()) == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize("notebook", ["02_backend_comparison", "90_explore"])
+def test_notebooks_name_every_kind_of_queries(notebook):
+    """The list of a parameter's comment is what a value is checked against."""
+    text = (ROOT / f"notebooks/{notebook}.ipynb").read_text(encoding="utf-8")
+    (named,) = re.findall(r"queries: .*one of: ([^\\]*)", text)
+    assert tuple(named.split(", ")) == shapes.QUERIES
