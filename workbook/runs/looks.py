@@ -195,19 +195,19 @@ def write(fig, folder, name: str, source: str, kinds: Sequence[str] = ("svg",)) 
 
 def at_end(axes, x: float, y: float, text: str, colour: str, above: bool = False) -> None:
     """Write a line's name beside its last point, moved down until no other name is there; or
-    `above` it, for a line that ends before others."""
+    `above` it, for a line that ends before others, moved up."""
     look = {"textcoords": "offset points", "fontsize": 8, "color": colour, "annotation_clip": False}
     look["bbox"] = {"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.4}  # over other lines
-    if above:
-        side = "left" if x <= axes.dataLim.x0 else "right"
-        axes.annotate(text, (x, y), xytext=(0, 7), ha=side, **look)
-        return
-    taken = [there.xyann[1] + _height(axes, there.xy[1]) for there in axes.texts]
-    wanted = level = _height(axes, y)
-    step = 9.0  # points
+    step, wanted = 9.0, _height(axes, y)  # points
+    others = [there for there in axes.texts if there.xy[0] == x] if above else axes.texts
+    taken = [there.xyann[1] + _height(axes, there.xy[1]) for there in others]
+    level = wanted + 7 * above
     while any(abs(level - other) < step for other in taken):
-        level -= 1.0
-    axes.annotate(text, (x, y), xytext=(6, round(level - wanted)), va="center", **look)
+        level += 1.0 if above else -1.0
+    if above:
+        look["ha"] = "left" if x <= axes.dataLim.x0 else "right"
+    place = (0 if above else 6, round(level - wanted))
+    axes.annotate(text, (x, y), xytext=place, va="baseline" if above else "center", **look)
 
 
 def _height(axes, y: float) -> float:

@@ -39,7 +39,7 @@ def test_activations_are_those_that_the_allocator_saw_and_no_peak_is_below_them(
 
 @pytest.mark.parametrize(
     ("preset_", "layers", "tokens", "backend", "mib"),
-    [  # activations at the peak on an H200, run 01_memory_scaling-d0091414
+    [  # at the peak on an H200, of runs/2026-11-28/memory_activations-02229cbb.jsonl
         ("repro", 12, 2048, "triton", 209.93),
         ("repro", 12, 8192, "triton", 828.76),
         ("repro", 5, 2048, "triton", 89.72),
