@@ -16,13 +16,20 @@ NOTHING = "no cell ended well"
 MIB, SEEN = 2.0**20, "MiB of text seen"
 
 
-def _band(axes, curves: Sequence[dict[float, float]], number: int, name: str, style="-") -> None:
+def _style(number: int) -> str:
+    """Line of the n-th series: colours come again, dashed."""
+    return ("-", "--")[number // len(looks.PALETTE) % 2]
+
+
+def _band(axes, curves: Sequence[dict[float, float]], number: int, name: str, style="") -> None:
     """Draw the mean of curves {x: y} over seeds as a line and their range as a band."""
     common = sorted(set.intersection(*map(set, curves)))
     columns = [[curve[x] for curve in curves] for x in common]
     colour, marker = looks.series(number)
     middle = [sum(column) / len(column) for column in columns]
-    axes.plot(common, middle, style, color=colour, marker=marker, label=name, ms=4)
+    axes.plot(
+        common, middle, style or _style(number), color=colour, marker=marker, label=name, ms=4
+    )
     low, high = zip(*((min(column), max(column)) for column in columns), strict=True)
     axes.fill_between(common, low, high, color=colour, alpha=0.2, lw=0)
 
@@ -69,7 +76,8 @@ def while_training(rows: Rows, note: str, on_gpu: bool):
                 for row in table.of(rows, arm, tokens).values():
                     scale = 1.0 if column else MIB
                     curve = [[point[column] / scale, point[2]] for point in row["curve"]]
-                    axes.plot(*zip(*curve, strict=True), color=colour, label=arm, lw=1.2)
+                    look = {"color": colour, "ls": _style(number), "label": arm, "lw": 1.2}
+                    axes.plot(*zip(*curve, strict=True), **look)
             axes.set(xlabel=axis[column], ylabel="bits a byte")
             looks.title(axes, f"trained at {looks.length(tokens)}, a line a seed", note)
     return fig

@@ -69,14 +69,23 @@ def over_seeds(rows: Rows, arm: str, tokens: int, value: Callable[[dict], float]
     return Interval(tuple(value(row) for row in of(rows, arm, tokens).values()))
 
 
+def text_of(row: dict[str, Any]) -> str:
+    """Digest of the text that a row was trained and evaluated on; "" where it is not known."""
+    return row.get("data", {}).get("sha256", {}).get("held-out", "")
+
+
+def pairs(rows: Rows, one: str, other: str, tokens: int) -> list[tuple[dict, dict]]:
+    """Rows of both arms, seed by seed, that saw the same bytes in the same order."""
+    first, second = of(rows, one, tokens), of(rows, other, tokens)
+    both = [(first[seed], second[seed]) for seed in sorted(first.keys() & second)]
+    return [(x, y) for x, y in both if text_of(x) == text_of(y)]
+
+
 def paired(
     rows: Rows, one: str, other: str, tokens: int, value: Callable[[dict], float]
 ) -> Interval:
-    """Differences one - other of the seeds that both have: same bytes, in the same order."""
-    first, second = of(rows, one, tokens), of(rows, other, tokens)
-    return Interval(
-        tuple(value(first[s]) - value(second[s]) for s in sorted(first.keys() & second))
-    )
+    """Differences one - other of the seeds that both have, on the same text."""
+    return Interval(tuple(value(x) - value(y) for x, y in pairs(rows, one, other, tokens)))
 
 
 def bits(row: dict[str, Any]) -> float:
@@ -107,16 +116,17 @@ def equal_minutes(rows: Rows, tokens: int) -> Interval:
 
     The slower one's rate has not fallen to its end there, so this favours the faster one.
     """
-    first, second = of(rows, BASE, tokens), of(rows, DENSE, tokens)
     found = []
-    for seed in sorted(first.keys() & second):
-        seconds = min(row["curve"][-1][1] for row in (first[seed], second[seed]))
-        found.append(at_seconds(first[seed], seconds) - at_seconds(second[seed], seconds))
+    for mine, its in pairs(rows, BASE, DENSE, tokens):
+        seconds = min(row["curve"][-1][1] for row in (mine, its))
+        found.append(at_seconds(mine, seconds) - at_seconds(its, seconds))
     return Interval(tuple(found))
 
 
 def overview(rows: Rows) -> pandas.DataFrame:
-    """Table, a line per length and arm: bits a byte, difference from dense, tasks, speed."""
+    """Table, a line per length and arm: bits a byte, difference from dense, tasks, speed; and the
+    texts, by letters, where rows of several machines are of several."""
+    texts = list(dict.fromkeys(text_of(row) for row in rows if row["outcome"] == "ok"))
     lines = []
     for tokens in lengths(rows):
         for arm in arms(rows):
@@ -129,6 +139,9 @@ def overview(rows: Rows) -> pandas.DataFrame:
             if not ended:
                 continue
             line = {"T": length(tokens), "arm": arm, "seeds": len(mine.values)}
+            if len(texts) > 1:
+                seen = {texts.index(text_of(row)) for row in of(rows, arm, tokens).values()}
+                line["text"] = ", ".join(chr(ord("A") + number) for number in sorted(seen))
             line["diverged"] = ended.count("diverged")
             line["bits a byte"] = mine.told()
             dense = paired(rows, arm, DENSE, tokens, lambda row: 100 * row["bits"])

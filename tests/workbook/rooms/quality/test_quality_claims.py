@@ -52,6 +52,25 @@ def verdicts(given):
     return [claim.verdict for claim in claims.all_claims(given)]
 
 
+def test_seeds_are_paired_on_one_text_alone():
+    """Another machine has other packages: its passages are easier or harder for every arm."""
+    a, b = ({"data": {"sha256": {"held-out": text}}} for text in ("a", "b"))
+    given = [row("nsa", 0, bits=1.5, **a), row("dense", 0, bits=1.4, **a)]
+    given += [row("nsa", 1, bits=1.3, **b), row("dense", 1, bits=1.4, **a)]
+    assert table.paired(given, "nsa", "dense", T, table.bits).values == (pytest.approx(0.1),)
+    assert len(table.equal_minutes(given, T).values) == 1
+    assert list(table.overview(given)["text"]) == ["A, B", "A"]
+    assert "text" not in table.overview(rows())
+
+
+def test_what_dense_attention_would_lose_is_a_line_a_layer():
+    held = {"far": 0.5, "chosen": 0.2, "best": 0.6}
+    given = [row("dense", seed, coverage=[{"nsa": held}] * 2) for seed in (0, 1)]
+    found = table.covered([*given, row("dense", 2)])
+    assert list(found["layer"]) == [0, 1] and list(found["nsa"]) == ["0.20 / 0.60"] * 2
+    assert table.covered(rows()).empty
+
+
 def test_an_interval_is_students():
     found = Interval((1.0, 2.0, 3.0))
     assert found.mean == 2.0 and found.half == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
