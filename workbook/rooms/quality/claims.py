@@ -99,7 +99,8 @@ def control_loses(rows: Rows, tokens: int, arm: str) -> Claim:
     if not any(row["cell"]["arm"] == arm for row in rows):
         return Claim.not_here(sentence, "this run is without it")
     found = table.paired(rows, BASE, arm, tokens, table.bits)
-    sentence += f": {Interval(tuple(-x for x in found.values)).told('+.4f')} bits a byte"
+    if found.values:
+        sentence += f": {Interval(tuple(-x for x in found.values)).told('+.4f')} bits a byte"
     return _decided(rows, tokens, sentence, found, most=0.0, aim=False)
 
 
