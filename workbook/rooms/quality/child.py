@@ -265,7 +265,7 @@ def _evaluated(
 
 
 def _looked_at(cell: Cell, model: LanguageModel, held_out: Any, longest: int) -> dict[str, Any]:
-    """What NSA's layers select, and what its blocks would hold of dense layers' attention."""
+    """Describe what NSA layers select, and what NSA's blocks would hold of dense ones."""
 
     def read(tokens: int) -> torch.Tensor:
         return held_out.batch(0, 1, tokens, next(model.parameters()).device)[0]
