@@ -1,5 +1,6 @@
 """Statistics of the blocks that a model's queries select, layer by layer."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +22,16 @@ Blocks = Int[Tensor, "B T HKV N"]  # -1 where a slot is empty
 
 @torch.no_grad()
 def selections(
-    model: nn.Module, tokens: Int[Tensor, "B T"], precision: str = "fp32"
+    model: nn.Module,
+    tokens: Int[Tensor, "B T"],
+    precision: str = "fp32",
+    keep: Callable[[int, dict[str, Any]], None] = lambda layer, tensors: None,
 ) -> list[dict[str, Any]]:
     """Compute the statistics of each layer that selects: gates (means of the three shares and their
     entropy in nats), and `described`.
+
+    keep: called with each of these layers' number and its tensors: q [B, T, HQ, D], k and v by
+    branch [B, T, HKV, D], gates [B, T, HQ, 3] and blocks [B, T, HKV, n].
 
     Cost: a forward and, for each layer, its selection twice more. Raises ValueError for a model
     without such a layer.
@@ -43,6 +50,8 @@ def selections(
         alone = replace(inputs, config=replace(config, select_initial=0, select_local=1))
         with torch.autocast(tokens.device.type, enabled=False):
             blocks, free = (with_blocks(x, choose(x).backend).blocks for x in (inputs, alone))
+        tensors = {"q": inputs.q, "k": dict(inputs.k), "v": dict(inputs.v), "gates": inputs.gates}
+        keep(len(found), tensors | {"blocks": blocks})
         row = {"gates": [float(x) for x in gates[:3]], "entropy": float(gates[3])}
         found.append(row | described(blocks, free, config))
 

@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     option("--model", default="small", choices=MODELS, help="small has 21 million parameters")
     option("--lr", type=float, default=1e-3, help="the highest learning rate")
     option("--longest", type=int, default=4, help="evaluate up to so many times T: 1, 2 or 4")
+    text = "lengths of held-out text at which each NSA layer's q, k, v, gates and blocks are saved"
+    option("--tensors", type=_numbers, default=[], help=f"{text}, in --work")
     option("--max-text", type=_count, help="bytes of training text at most, as 512M")
     option("--precision", choices=("fp32", "bf16"), help="bf16 on a GPU, fp32 without")
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
@@ -94,7 +96,7 @@ def run(
         setup = evaluation = 0.0
     given = {"device": _device(arguments), "compile": gpu and arguments.compile}
     given["cuda_graph"] = gpu and arguments.cuda_graph
-    given |= {"amounts": amounts_of(cells[0], arguments.longest), "say": _say}
+    given |= {"amounts": amounts_of(cells[0], arguments.longest, arguments.tensors), "say": _say}
     took: dict[tuple[str, int], float] = {}
     with (out / "rows.jsonl").open("w", encoding="utf-8") as lines:
         for cell in cells:

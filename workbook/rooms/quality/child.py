@@ -3,7 +3,7 @@
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ class Amounts:
     held_out: int = 1 << 21  # at its end, at each length
     rows: int = 32  # of each task and length
     longest: int = 4  # times the trained length
+    tensors: tuple[int, ...] = ()  # lengths at which each layer's tensors are kept
 
 
 AMOUNTS = {"tiny": Amounts(1 << 11, 1 << 13, 2)}  # by model, where they are others
@@ -76,9 +77,10 @@ def train_cell(spec: dict[str, Any]) -> dict[str, Any]:
         return run_cell(cell, opened(spec["text"]), Path(folder), **given)
 
 
-def amounts_of(cell: Cell, longest: int) -> Amounts:
-    """Amounts to evaluate a cell with, up to `longest` times its length."""
-    return replace(AMOUNTS.get(cell.model, Amounts()), longest=longest)
+def amounts_of(cell: Cell, longest: int, tensors: Sequence[int] = ()) -> Amounts:
+    """Amounts to evaluate a cell with, up to `longest` times its length; tensors as of Amounts."""
+    amounts = AMOUNTS.get(cell.model, Amounts())
+    return replace(amounts, longest=longest, tensors=tuple(tensors))
 
 
 def run_cell(
@@ -101,7 +103,8 @@ def run_cell(
     worse at the end than guessing each byte, makes the outcome "diverged"; the row stays.
     """
     folder = folder / cell.name
-    if (row := read_json(folder / "row.json", {})).get("cell") == cell.to_dict():
+    kept = all((folder / f"tensors-{tokens}").is_dir() for tokens in amounts.tensors)
+    if (row := read_json(folder / "row.json", {})).get("cell") == cell.to_dict() and kept:
         return row
     if compile:
         torch.compiler.reset()  # each cell's blocks are others; the compiler's files are kept
@@ -143,7 +146,7 @@ def run_cell(
                 raise OutOfTime(f"{cell.name} saved after step {trainer.steps_done}")
         row = _facts(cell, trainer, kept, seen.record(), shards)
         if row["outcome"] == "ok":
-            row |= _evaluated(cell, trainer.model, shards, amounts, say)
+            row |= _evaluated(cell, trainer.model, shards, amounts, folder, say)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "row.json", row)
     return row
@@ -240,6 +243,7 @@ def _evaluated(
     model: LanguageModel,
     shards: Shards,
     amounts: Amounts,
+    folder: Path,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Bits a byte, by position at 1, 2 and 4 times the length; tasks; selections."""
@@ -253,7 +257,7 @@ def _evaluated(
             asked = Planted(held_out, HELD_OUT_SEED, kind)
             found = measure(asked, tokens, amounts.rows * tokens)
             tasks.setdefault(kind, {})[str(tokens)] = [found.accuracy, found.bits]
-    looked = _looked_at(cell, _eager(model), held_out, amounts.longest)
+    looked = _looked_at(cell, _eager(model), held_out, amounts, folder)
     say(f"evaluated in {time.perf_counter() - began:.0f} s")
     return {
         "bits": positions[cell.tokens].bits,
@@ -264,7 +268,9 @@ def _evaluated(
     }
 
 
-def _looked_at(cell: Cell, model: LanguageModel, held_out: Any, longest: int) -> dict[str, Any]:
+def _looked_at(
+    cell: Cell, model: LanguageModel, held_out: Any, amounts: Amounts, folder: Path
+) -> dict[str, Any]:
     """Describe what NSA layers select, and what NSA's blocks would hold of dense ones."""
 
     def read(tokens: int) -> torch.Tensor:
@@ -272,11 +278,18 @@ def _looked_at(cell: Cell, model: LanguageModel, held_out: Any, longest: int) ->
 
     selected = {}
     if _selects(model):
-        wanted = {cell.tokens, *SELECTED_AT}
-        for tokens in sorted(n for n in wanted if n <= longest * cell.tokens):
-            selected[str(tokens)] = selections(model, read(tokens), cell.precision)
+        wanted = [n for n in (cell.tokens, *SELECTED_AT) if n <= amounts.longest * cell.tokens]
+        for tokens in sorted({*wanted, *amounts.tensors}):
+            keep = {"keep": partial(_keep, folder / f"tensors-{tokens}")}
+            given = keep if tokens in amounts.tensors else {}
+            selected[str(tokens)] = selections(model, read(tokens), cell.precision, **given)
     found: dict[str, Any] = {"selections": selected}
     if model.config.attention == "dense":
         configs = {arm: replace(cell, arm=arm).config().nsa for arm in BLOCKS}
         found["coverage"] = coverage(model, read(cell.tokens), configs, cell.precision)
     return found
+
+
+def _keep(folder: Path, layer: int, tensors: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(tensors, folder / f"layer-{layer}.pt")

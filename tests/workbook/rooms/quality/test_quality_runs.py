@@ -1,12 +1,15 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from text_packages import small_shards
 
+from nsa.attention.branches import select_blocks
 from nsa.model import saving
+from nsa.reference.compress import Phi, compress_keys
 from workbook.rooms.quality import __main__ as driver
 from workbook.rooms.quality import child
 from workbook.rooms.quality.cells import Cell
@@ -78,6 +81,21 @@ def test_a_row_has_what_the_question_asks_for_and_is_not_made_twice(tmp_path, te
     assert row["losses"][0] > row["losses"][-1]
     monkeypatch.setattr(child, "trainer_at", None)  # which would be called to train
     assert run_cell(one, text, tmp_path, device="cpu") == json.loads(json.dumps(row))
+
+
+def test_tensors_are_saved_on_request_also_of_a_cell_that_is_done(tmp_path, text):
+    one, asked = cell(), replace(FEW, tensors=(256,))
+    row = run_cell(one, text, tmp_path, device="cpu", amounts=FEW)
+    again = run_cell(one, text, tmp_path, device="cpu", amounts=asked)
+    assert again["losses"] == row["losses"] and again["bits"] == row["bits"]
+    files = sorted((tmp_path / one.name / "tensors-256").iterdir())
+    assert [file.name for file in files] == ["layer-0.pt", "layer-1.pt"]
+    held, config = torch.load(files[1]), one.config()
+    assert held["q"].shape == (1, 256, config.heads, config.head_dim)
+    k_cmp = compress_keys(held["k"]["cmp"], Phi(), config.nsa)
+    chosen = select_blocks(held["q"], k_cmp, config.nsa, config.head_dim**-0.5)
+    assert torch.equal(held["blocks"].long(), chosen.long())
+    assert set(held["k"]) == set(held["v"]) == {"cmp", "slc", "win"}
 
 
 @pytest.mark.parametrize("arm", ["dense", "window", "compressed"])
