@@ -289,7 +289,8 @@ STEP = re.compile(r"(reading sources|writing output)\.\.\. \[ *(\d+)%\]")
 
 def _sphinx(source: Path, to: Path, work: Path, say: Callable[[str], None]) -> tuple[str, ...]:
     """Run Sphinx in its own process; return its warnings. ValueError with its output on failure."""
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-j", "auto", "-c", str(HERE)]
+    jobs = (os.cpu_count() or 1) + 1  # one indexes words while the others write pages
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-j", str(jobs), "-c", str(HERE)]
     command += ["-d", str(work / "doctrees"), str(source), str(to)]
     places = [str(environment.PACKAGE.parent), os.environ.get("PYTHONPATH")]
     with_us = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places)), "NO_COLOR": "1"}

@@ -151,7 +151,7 @@ def columns(table) -> dict[str, Any]:
     """
     configs = metrics.configs(table)
     fields = sorted({key for config in configs for key in config} - {*FOUND, *COLUMNS})
-    columns = {name: list(table[name]) for name in COLUMNS}
+    columns = {name: table[name].tolist() for name in COLUMNS}
     columns |= {f: [_scalar(config.get(f)) for config in configs] for f in fields}
     telling = {f: columns[f] for f in fields if _tells(columns[f])}
     keys = list(zip(*(columns[n] for n in COLUMNS), table["x_value"].fillna(-1), strict=True))
@@ -159,7 +159,7 @@ def columns(table) -> dict[str, Any]:
     return {
         "by": apart(keys, telling),
         "columns": {name: _coded(columns[name]) for name in kept},
-        **{name: [None if v != v else v for v in table[name]] for name in NUMBERS},
+        **{name: [None if v != v else v for v in table[name].tolist()] for name in NUMBERS},
         "outcome": _coded([config.get("outcome") for config in configs]),
     }
 
@@ -184,7 +184,9 @@ def apart(keys: list[tuple], fields: dict[str, list]) -> list[str]:
 
 def _tells(values: list) -> bool:
     """True for a setting: scalars that differ; not floats, which are measured, nor trial ids."""
-    if any(isinstance(v, list | dict) for v in values):
+    try:
+        values = set(values)
+    except TypeError:  # a list
         return False
     if any(isinstance(v, str) and TRIAL.fullmatch(v) for v in values):
         return False
