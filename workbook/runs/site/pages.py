@@ -8,7 +8,7 @@ from typing import Any
 from xml.parsers import expat
 
 from workbook.runs import looks, metrics, report
-from workbook.runs.results import TRIAL
+from workbook.runs.loaded import TRIAL
 
 HERE = Path(__file__).parent
 FENCE = "`" * 12
