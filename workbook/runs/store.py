@@ -290,20 +290,6 @@ class Store:
             raise ValueError(f"no run {name!r} in {self.root}; {hint}")
         return self.root / fits[0]
 
-    def metrics(self):
-        """Metrics of all runs in one DataFrame, with the column `run` in front."""
-        import pandas
-
-        tables = []
-        for folder in self.folders():
-            table = metrics.read(folder / "metrics.csv")
-            if len(table):
-                table.insert(0, "run", folder.relative_to(self.root).as_posix())
-                tables.append(table)
-        if not tables:
-            return pandas.DataFrame(columns=["run", *metrics.COLUMNS])
-        return pandas.concat(tables, ignore_index=True)
-
 
 def open_store(root: str | Path = "runs") -> Store:
     return Store(root)
