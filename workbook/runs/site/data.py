@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbook.runs import environment, identity, metrics, parameters, record, store
-from workbook.runs.files import plain, read_json, write_atomically
+from workbook.runs.files import plain, read_json
 
 READ = ("record.json", "metrics.csv", "verdicts.json", "environment.json", "parameters.yaml",
         "notes.txt")  # fmt: skip
@@ -34,7 +34,7 @@ def collect(folder: Path, root: Path, cache: Path) -> dict[str, Any]:
     if found.get("signature") != signed:
         found = plain(_read(folder, root)) | {"signature": signed}
         cache.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(found))
+        file.write_text(json.dumps(found))
     # a run that was running may be lost by now, though no file of it changed
     found["status"] = record.status_now(record.load(folder))
     return found
