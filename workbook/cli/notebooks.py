@@ -144,8 +144,8 @@ def _fitted(rows: list[list[str]]) -> str:
 
 def show(arguments) -> int:
     """Show one run: how it ended, its verdicts, parameters and files."""
+    from workbook.runs.loaded import StoredRun
     from workbook.runs.record import load, status_now
-    from workbook.runs.results import StoredRun
     from workbook.runs.store import Run, open_store
 
     found = Run(open_store(arguments.runs).find(arguments.run))

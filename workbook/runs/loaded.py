@@ -1,33 +1,60 @@
-"""Stored runs in any notebook: numbers as DataFrames, figures, and curves to browse."""
+"""Stored runs, read in any notebook: numbers as DataFrames, claims with their trials, figures."""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
-from workbook.runs import environment, looks, metrics, parameters, record, store
+from workbook.runs import age, browse, environment, metrics, parameters, record, store
+from workbook.runs.claim import Claim
+from workbook.runs.files import read_json
 from workbook.runs.live import Panel
 
-EVERY = "every setup"
-DASHES = ("-", "--", ":", "-.")
-MOST_CURVES = 40
-NAMED = 22  # most lines of the legend
+TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")  # an id as `nsa explain` accepts it
 
 
 @dataclass(frozen=True)
-class LoadedRun:
-    """One run's folder. Each part is read on access, so a damaged file affects only its own part: a
-    ValueError names the file and its fault."""
+class Sentence(Claim):
+    """A claim of a stored run, the line of verdicts.json where it begins, and its trials there."""
 
     folder: Path
+    line: int
+    trials: tuple[Path, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Subject of the claim, without the finding: the text before a colon or semicolon."""
+        return re.split("[:;] ", self.claim)[0]
+
+    @property
+    def where(self) -> str:
+        """Line of verdicts.json where it begins, below the runs' root."""
+        return f"{self.folder.parent.name}/{self.folder.name}/verdicts.json#L{self.line}"
+
+
+class StoredRun:
+    """A run's folder, for reading; `workbook.runs.store.Run` is for its notebook, which writes it.
+
+    Each part is read on access, so a damaged file affects only its own part: a ValueError names the
+    file and its fault. `given` replaces record.json, for a run that has not ended.
+    """
+
+    def __init__(self, folder: str | Path, given: dict[str, Any] | None = None):
+        self.folder = Path(folder)
+        if given is not None:
+            self.record = given
 
     @property
     def id(self) -> str:
         return self.folder.name
+
+    @property
+    def notebook(self) -> str:
+        return str(self.record.get("notebook") or self.folder.name.rpartition("-")[0])
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -50,6 +77,35 @@ class LoadedRun:
         """Versions, GPUs, commit."""
         return self._json("environment.json", {})
 
+    @property
+    def _known(self) -> dict[str, Any]:
+        """`environment`, empty if it is damaged."""
+        return read_json(self.folder / "environment.json", {})
+
+    @property
+    def commit(self) -> str:
+        """Commit of the source that ran, "" if unknown: NSA_COMMIT's if set, since git's own may be
+        of another tree, over which that source was laid."""
+        facts = self._known
+        told = (facts.get("variables") or {}).get("NSA_COMMIT")
+        return str(told or (facts.get("git") or {}).get("commit") or "")
+
+    def age(self, at: str = "HEAD") -> age.Age:
+        return age.since(self.commit, at)
+
+    @property
+    def labels(self) -> list[str]:
+        """Caveats for readers of this evidence: lines of its notes.txt, and missing records."""
+        notes = self.folder / "notes.txt"
+        lines = notes.read_text(encoding="utf-8").splitlines() if notes.is_file() else []
+        git = (self._known.get("git") or {}).get("commit")
+        if not lines and git and git != self.commit:
+            lines = [f"its rows name {git[:12]}, NSA_COMMIT {self.commit[:12]}"]
+        lines += ["its commit is unknown"] * (not self.commit)
+        lines += ["not marked as evidence"] * (not self.record.get("evidence"))
+        lines += ["it has no rows"] * (not self.rows)
+        return lines + ["it has no verdicts"] * (not self.sentences)
+
     @cached_property
     def metrics(self):
         """metrics.csv, a row a measured number, columns `workbook.runs.metrics.COLUMNS`, then a
@@ -66,6 +122,23 @@ class LoadedRun:
             raise ValueError(f"{file} is no table as a run writes it: {error}") from error
 
     @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.csv, the config of each row as a mapping, `device` where it was measured."""
+        table = self.stored_metrics
+        rows = table.drop(columns="config").to_dict("records")
+        return [r | {"config": c} for r, c in zip(rows, metrics.configs(table), strict=True)]
+
+    @cached_property
+    def device(self) -> str:
+        """Devices on which its rows were measured, in words; "" without rows."""
+        return " and ".join(sorted({*self.stored_metrics["device"]} - {""}))
+
+    @property
+    def table(self) -> str:
+        """Path of its rows, below the runs' root."""
+        return self.opens(self.folder / "metrics.csv")
+
+    @cached_property
     def verdicts(self):
         """Table with a row a claim: verdict, claim, device, evidence."""
         import pandas
@@ -78,11 +151,42 @@ class LoadedRun:
         """Worst of the verdicts."""
         return store.overall(self._json("verdicts.json", []))
 
+    @cached_property
+    def sentences(self) -> list[Sentence]:
+        """Claims of the run, in order."""
+        file = self.folder / "verdicts.json"
+        entries = read_json(file, [])
+        text = file.read_text(encoding="utf-8") if entries else ""
+        begins = [n for n, line in enumerate(text.splitlines(), 1) if line == "  {"]
+        if len(begins) != len(entries):
+            raise ValueError(f"{file} is not as a run writes it, one claim after the other")
+        return [
+            Sentence(
+                entry["claim"],
+                entry["verdict"],
+                entry["evidence"],
+                self.folder,
+                line,
+                tuple(self._trials(json.dumps(entry))),
+            )
+            for entry, line in zip(entries, begins, strict=True)
+        ]
+
+    def _trials(self, text: str) -> Iterator[Path]:
+        """Folders of the trials that a text names, if the run contains them."""
+        for id in dict.fromkeys(TRIAL.findall(text)):
+            if (self.folder / "trials" / id).is_dir():
+                yield self.folder / "trials" / id
+
     @property
     def figures(self) -> dict[str, Path]:
         """{name: its SVG, else another format}; a notebook displays one with IPython's SVG."""
         files = sorted((self.folder / "figures").glob("*.*"), key=lambda f: f.suffix == ".svg")
         return {file.stem: file for file in files}
+
+    def opens(self, path: Path) -> str:
+        """Path of a file or folder of the run, below the runs' root."""
+        return path.relative_to(self.folder.parent.parent).as_posix()
 
     def explore(self):
         """Browse the run's numbers: the quantity, its x axis, and the setup."""
@@ -99,8 +203,7 @@ class LoadedRun:
 
     def __repr__(self) -> str:
         try:
-            facts = [" and ".join(self.stored_metrics["device"].unique())]
-            facts.append(environment.provenance(self.environment)["commit"])
+            facts = [self.device, environment.provenance(self.environment)["commit"]]
             verdict = f", {self.verdict}" if self.verdict else ""
         except ValueError as error:
             return f"<run {self.id}: damaged; {error}>"
@@ -108,7 +211,7 @@ class LoadedRun:
         return f"<run {self.id}: {self.status}{verdict}; {where or 'no rows'}>"
 
 
-def load(run: str | Path, root: str | Path | None = None) -> LoadedRun:
+def load(run: str | Path, root: str | Path | None = None) -> StoredRun:
     """Load a stored run by its folder, its id, a prefix of it, or `latest`.
 
     root: the folder of runs; by default `runs` here or in a folder above, so a notebook finds those
@@ -118,10 +221,10 @@ def load(run: str | Path, root: str | Path | None = None) -> LoadedRun:
     if folder.is_dir() and not (folder / "record.json").is_file():
         raise ValueError(f"{run} is no run's folder, it has no record.json; `nsa runs` lists those")
     if folder.is_dir():
-        return LoadedRun(folder)
+        return StoredRun(folder)
     root = runs_root() if root is None else Path(root)
     name = str(run).strip("/")
-    return LoadedRun(store.open_store(root).find(name.removeprefix(f"{root.name}/")))
+    return StoredRun(store.open_store(root).find(name.removeprefix(f"{root.name}/")))
 
 
 def runs_root() -> Path:
@@ -131,7 +234,7 @@ def runs_root() -> Path:
     return next((folder for folder in found if folder.is_dir()), here / "runs")
 
 
-def explore(*runs: LoadedRun | str | Path, root: str | Path | None = None) -> Any:
+def explore(*runs: StoredRun | str | Path, root: str | Path | None = None) -> Any:
     """Overlay the numbers of these runs of one notebook; without any, browse all runs below `root`
     (by default `runs_root()`), or say that there are none. Widgets where they can be moved, else
     pictures. ValueError for runs of several notebooks, or without a row."""
@@ -139,11 +242,11 @@ def explore(*runs: LoadedRun | str | Path, root: str | Path | None = None) -> An
 
 
 def browser(
-    *runs: LoadedRun | str | Path, root: str | Path | None = None, quantity: str = ""
+    *runs: StoredRun | str | Path, root: str | Path | None = None, quantity: str = ""
 ) -> Panel:
     """Panel of `explore`; quantity: the one shown first."""
-    opened = [run if isinstance(run, LoadedRun) else load(run, root) for run in runs]
-    notebooks = {str(run.record.get("notebook") or run.id.rpartition("-")[0]) for run in opened}
+    opened = [run if isinstance(run, StoredRun) else load(run, root) for run in runs]
+    notebooks = {run.notebook for run in opened}
     if len(notebooks) > 1:
         raise ValueError(
             f"runs of {' and '.join(sorted(notebooks))} measured different things; "
@@ -155,7 +258,7 @@ def browser(
         root = runs_root() if root is None else Path(root)
         library = {}
         for folder in reversed(store.open_store(root).folders()):
-            run = LoadedRun(folder)
+            run = StoredRun(folder)
             library.setdefault(str(run.record.get("notebook", "")), []).append(run)
     library = {name: list(filter(_has, library[name])) for name in sorted(library)}
     library = {name: runs for name, runs in library.items() if runs}
@@ -164,216 +267,14 @@ def browser(
         text = f"no rows to look through in {what}; a run that ended well has some"
         if opened:
             raise ValueError(text)
-        # a folder without runs is a beginning, not a mistake
-        views = {"no runs": lambda: looks.nothing(text)}
-        return Panel({}, views, lambda: [text], lambda start: {})
-    return _panel(library, bool(opened), quantity)
+        return browse.nothing(text)
+    return browse.panel(library, bool(opened), quantity)
 
 
-def _has(run: LoadedRun) -> bool:
+def _has(run: StoredRun) -> bool:
     """True if the run has rows, which is faster than reading them."""
     try:
         with (run.folder / "metrics.csv").open("rb") as file:
             return bool(file.readline() and file.readline())
     except OSError:
         return False
-
-
-def _reach(run: LoadedRun) -> int:
-    """Number of x values that the run measured; 0 for a damaged one."""
-    try:
-        return run.stored_metrics["x_value"].nunique()
-    except ValueError:
-        return 0
-
-
-def _panel(library: Mapping[str, Sequence[LoadedRun]], given: bool, quantity: str) -> Panel:
-    by_id = {run.id: run for runs in library.values() for run in runs}
-
-    @lru_cache(8)
-    def frame(ids: tuple[str, ...]):
-        import pandas
-
-        tables = [by_id[id].stored_metrics.assign(run=id) for id in ids]
-        table = metrics.with_settings(pandas.concat(tables, ignore_index=True))
-        names = [n for n in table if n not in (*metrics.COLUMNS, "run", "quantity")]
-        return table.assign(
-            quantity=[_quantity(r) for r in table[[*metrics.CURVE, "unit"]].to_dict("records")],
-            setup=[_words(r) for r in table[names].to_dict("records")],
-        )
-
-    def quantities(ids: Sequence[str]) -> list[str]:
-        table = frame(tuple(ids))
-        table = table[table["median"].notna()]
-        groups = table.groupby("quantity", sort=False)
-        lengths, points = groups["x_value"].nunique(), groups.size()
-        return sorted(points.index, key=lambda name: (-lengths[name], -points[name]))
-
-    def setups(ids: Sequence[str], quantity: str) -> list[str]:
-        table = frame(tuple(ids))
-        there = list(dict.fromkeys(table[table["quantity"] == quantity]["setup"]))
-        return [EVERY, *there] if len(there) > 1 else [EVERY]
-
-    def chosen(runs: Sequence[str], quantity: str, setup: str):
-        table = frame(tuple(runs))
-        table = table[table["quantity"] == quantity]
-        return table if setup == EVERY else table[table["setup"] == setup]
-
-    def curves(notebook: str, runs: Sequence[str], quantity: str, setup: str):
-        if not runs:
-            raise ValueError("choose a run; with Ctrl or Shift several")
-        return overlay(chosen(runs, quantity, setup), quantity)
-
-    def told(notebook: str, runs: Sequence[str], quantity: str, setup: str) -> list[str]:
-        return [*map(_about, (by_id[id] for id in runs)), *unlike([by_id[id] for id in runs])]
-
-    def controls(start: Mapping[str, Any]) -> dict[str, Any]:
-        import ipywidgets as widgets
-
-        wide = {"layout": {"width": "440px"}, "style": {"description_width": "70px"}}
-        ids = [run.id for run in library[start["notebook"]]]
-        return {
-            "notebook": widgets.Dropdown(
-                options=list(library), value=start["notebook"], description="notebook", **wide
-            ),
-            "quantity": widgets.Dropdown(
-                options=quantities(start["runs"]), value=start["quantity"],
-                description="what", **wide,
-            ),
-            "runs": widgets.SelectMultiple(
-                options=ids, value=start["runs"], description="runs", rows=min(5, len(ids)), **wide
-            ),
-            "setup": widgets.Dropdown(
-                options=setups(start["runs"], start["quantity"]), value=start["setup"],
-                description="setup", **wide,
-            ),
-        }  # fmt: skip
-
-    def adjust(controls: Mapping[str, Any], name: str, value: Any) -> None:
-        if name == "notebook":
-            ids = [run.id for run in library[value]]
-            controls["runs"].options, controls["runs"].value = ids, ids[:1]
-        ids = controls["runs"].value
-        if ids and name in ("notebook", "runs"):
-            _offer(controls["quantity"], quantities(ids))
-        if ids and name != "setup":
-            _offer(controls["setup"], setups(ids, controls["quantity"].value))
-
-    # by default the newest run with curves rather than points
-    newest = sorted(by_id.values(), key=_started, reverse=True)
-    first = next((run for run in newest if _reach(run) > 2), newest[0])
-    notebook = next(name for name, runs in library.items() if first in runs)
-    ids = tuple(run.id for run in library[notebook])
-    ids = ids if given else (first.id,)
-    there = quantities(ids)
-    quantity = quantity if quantity in there else there[0]
-    start = {"notebook": notebook, "runs": ids, "quantity": quantity, "setup": EVERY}
-    return Panel(start, {"curves": curves}, told, controls, adjust)
-
-
-def _started(run: LoadedRun) -> str:
-    return str(run.record.get("started"))
-
-
-def _offer(control: Any, options: Sequence[str]) -> None:
-    """Set the options of a control, keeping its value if it is among them."""
-    before = control.value
-    control.options = options
-    control.value = before if before in options else options[0]
-
-
-def overlay(rows, quantity: str):
-    """Plot every curve of these rows, with its spread from q20 to q80 shaded: colours are backends
-    if each has one curve a run, dashes are runs. Curves beyond MOST_CURVES are noted, not drawn."""
-    from matplotlib.figure import Figure
-
-    keys = [name for name in ("run", "backend", "setup") if rows[name].nunique() > 1]
-    groups = list(rows.groupby(["run", "backend", "setup"], sort=False))
-    runs = list(dict.fromkeys(rows["run"]))
-    plain = all(
-        part["setup"].nunique() == 1 for _, part in rows.groupby(["run", "backend"], sort=False)
-    )
-    with looks.style():
-        fig = Figure(figsize=(9.6, 4.2), layout="none", dpi=100)
-        axes = fig.subplots()
-        fig.subplots_adjust(left=0.085, right=0.985 if len(groups) == 1 else 0.7, top=0.92,
-                            bottom=0.13)  # fmt: skip
-        lowest, highest, lines = float("inf"), 0.0, 0
-        for number, ((run, backend, setup), line) in enumerate(groups[:MOST_CURVES]):
-            if line["x_value"].isna().all():  # rows without x are placed side by side
-                line = line.assign(x_value=range(len(line)))
-            line = line.drop_duplicates("x_value", keep="last").sort_values("x_value")
-            good = line[line["median"].notna()]
-            if not len(good):
-                continue
-            names = {"run": run.rpartition("-")[2], "backend": backend, "setup": setup}
-            label = fill(", ".join(names[key] for key in keys if names[key]), 44)
-            colour, marker = looks.look(backend) if plain else looks.series(number)
-            x = good["x_value"]
-            style = DASHES[runs.index(run) % len(DASHES)]
-            marker = marker if len(good) < 60 else ""
-            lines += 1 + label.count("\n")
-            look = {"color": colour, "marker": marker, "label": label if lines <= NAMED else None}
-            axes.plot(x, good["median"], style, **look)
-            axes.fill_between(x, good["q20"], good["q80"], color=colour, alpha=0.15, lw=0)
-            lowest, highest = min(lowest, good["median"].min()), max(highest, good["median"].max())
-        x = rows["x_value"].dropna()
-        if len(x) and rows["x_name"].iloc[0] == "tokens" and x.min() > 0:
-            axes.set_xscale("log", base=2)
-            looks.plain_ticks(axes, x)
-        elif len(x) and (x % 1 == 0).all():  # there is no step 2.5
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        if 0 < lowest < highest / 20:
-            looks.log_axis(axes.yaxis)
-        else:
-            axes.ticklabel_format(axis="y", useOffset=False)
-        axes.set(xlabel=rows["x_name"].iloc[0] or "row", ylabel=rows["unit"].iloc[0])
-        more = f"{len(groups) - MOST_CURVES} more curves are not shown"
-        looks.title(axes, quantity, more if len(groups) > MOST_CURVES else "")
-        if len(groups) > 1:
-            axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return fig
-
-
-def unlike(runs: Sequence[LoadedRun]) -> list[str]:
-    """Differences that prevent a like-for-like comparison of these runs: parameters, devices and
-    versions, one sentence each."""
-    if len(runs) < 2:
-        return []
-    facts: dict[str, list[str]] = {}
-    for run in runs:
-        known = environment.provenance(run.environment)
-        known["device"] = store.Run(run.folder).devices()
-        for name in ("device", "torch", "triton", "commit"):
-            facts.setdefault(name, []).append(str(known.get(name) or "unknown"))
-    names = sorted({name for run in runs for name in run.parameters})
-    for name in names:
-        values = [run.parameters.get(name, "not a parameter then") for run in runs]
-        facts[f"parameter {name}"] = [
-            json.dumps(v) if not isinstance(v, str) else v for v in values
-        ]
-    return [
-        f"they differ in {name}: {', '.join(dict.fromkeys(values))}"
-        for name, values in facts.items()
-        if len(set(values)) > 1
-    ]
-
-
-def _about(run: LoadedRun) -> str:
-    facts = environment.provenance(run.environment)
-    parts = [str(run.record.get("started"))[:10], store.Run(run.folder).devices()]
-    parts += [f"torch {facts['torch']}", facts["commit"], run.status, run.verdict]
-    return f"{run.id}: {', '.join(p for p in parts if p)}"
-
-
-def _quantity(row: Mapping[str, Any]) -> str:
-    over = f" over {row['x_name']}" if row["x_name"] else ""
-    mode = f", {row['mode']}" if row["mode"] else ""
-    unit = f" ({row['unit']})" if row["unit"] else ""
-    return f"{row['operation']}{mode}: {row['metric']}{unit}{over}"
-
-
-def _words(settings: Mapping[str, Any]) -> str:
-    """ "heads 64, dtype bf16"."""
-    told = [f"{n} {v}" for n, v in settings.items() if v is not None and v == v and v != ""]
-    return ", ".join(told)

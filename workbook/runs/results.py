@@ -1,131 +1,16 @@
-"""Claims and rows of stored runs, with the trials, commit and caveats of each."""
+"""Claims and rows of the runs that ended, the newest that decide."""
 
-import json
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from workbook.runs import age, metrics, parameters, store
-from workbook.runs.claim import UNDECIDED, VERDICTS, Claim
+from workbook.runs import store
+from workbook.runs.claim import UNDECIDED, VERDICTS
 from workbook.runs.files import read_json, tracked_files
+from workbook.runs.loaded import Sentence, StoredRun
 from workbook.runs.record import load, status_now
-
-TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")  # an id as `nsa explain` accepts it
-
-
-@dataclass(frozen=True)
-class Sentence(Claim):
-    """A claim of a stored run, the line of verdicts.json where it begins, and its trials there."""
-
-    folder: Path
-    line: int
-    trials: tuple[Path, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """Subject of the claim, without the finding: the text before a colon or semicolon."""
-        return re.split("[:;] ", self.claim)[0]
-
-    @property
-    def where(self) -> str:
-        """Line of verdicts.json where it begins, below the runs' root."""
-        return f"{self.folder.parent.name}/{self.folder.name}/verdicts.json#L{self.line}"
-
-
-@dataclass(frozen=True)
-class StoredRun:
-    """A run that ended, read from its folder."""
-
-    folder: Path
-    record: dict[str, Any]
-
-    @property
-    def notebook(self) -> str:
-        return str(self.record.get("notebook") or self.folder.name.rpartition("-")[0])
-
-    def opens(self, path: Path) -> str:
-        """Path of a file or folder of the run, below the runs' root."""
-        return path.relative_to(self.folder.parent.parent).as_posix()
-
-    @cached_property
-    def device(self) -> str:
-        """Devices on which its rows were measured, in words; "" without rows."""
-        return " and ".join(sorted({row["device"] for row in self.rows} - {""}))
-
-    @cached_property
-    def environment(self) -> dict[str, Any]:
-        return read_json(self.folder / "environment.json", {})
-
-    @property
-    def commit(self) -> str:
-        """Commit of the source that ran, "" if unknown: NSA_COMMIT's if set, since git's own may be
-        of another tree, over which that source was laid."""
-        told = (self.environment.get("variables") or {}).get("NSA_COMMIT")
-        return str(told or (self.environment.get("git") or {}).get("commit") or "")
-
-    def age(self, at: str = "HEAD") -> age.Age:
-        return age.since(self.commit, at)
-
-    @property
-    def labels(self) -> list[str]:
-        """Caveats for readers of this evidence: lines of its notes.txt, and missing records."""
-        notes = self.folder / "notes.txt"
-        lines = notes.read_text(encoding="utf-8").splitlines() if notes.is_file() else []
-        git = (self.environment.get("git") or {}).get("commit")
-        if not lines and git and git != self.commit:
-            lines = [f"its rows name {git[:12]}, NSA_COMMIT {self.commit[:12]}"]
-        lines += ["its commit is unknown"] * (not self.commit)
-        lines += ["not marked as evidence"] * (not self.record.get("evidence"))
-        lines += ["it has no rows"] * (not self.rows)
-        return lines + ["it has no verdicts"] * (not self.sentences)
-
-    @property
-    def metrics(self) -> str:
-        """Path of its rows, below the runs' root."""
-        return self.opens(self.folder / "metrics.csv")
-
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """metrics.csv, the config of each row as a mapping, `device` where it was measured."""
-        table = metrics.read(self.folder / "metrics.csv")
-        rows = table.drop(columns="config").to_dict("records")
-        return [r | {"config": c} for r, c in zip(rows, metrics.configs(table), strict=True)]
-
-    @cached_property
-    def parameters(self) -> dict[str, Any]:
-        file = self.folder / "parameters.yaml"
-        return parameters.read_file(file) if file.is_file() else {}
-
-    @cached_property
-    def sentences(self) -> list[Sentence]:
-        """Claims of the run, in order."""
-        file = self.folder / "verdicts.json"
-        entries = read_json(file, [])
-        text = file.read_text(encoding="utf-8") if entries else ""
-        begins = [n for n, line in enumerate(text.splitlines(), 1) if line == "  {"]
-        if len(begins) != len(entries):
-            raise ValueError(f"{file} is not as a run writes it, one claim after the other")
-        return [
-            Sentence(
-                entry["claim"],
-                entry["verdict"],
-                entry["evidence"],
-                self.folder,
-                line,
-                tuple(self._trials(json.dumps(entry))),
-            )
-            for entry, line in zip(entries, begins, strict=True)
-        ]
-
-    def _trials(self, text: str) -> Iterator[Path]:
-        """Folders of the trials that a text names, if the run contains them."""
-        for id in dict.fromkeys(TRIAL.findall(text)):
-            if (self.folder / "trials" / id).is_dir():
-                yield self.folder / "trials" / id
 
 
 class Stored:

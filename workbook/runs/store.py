@@ -129,7 +129,7 @@ class Run:
 
     def devices(self) -> str:
         """Devices on which the rows so far were measured, in words."""
-        return " and ".join(self.metrics()["device"].unique())
+        return _devices(self.metrics())
 
     def verdict(self, claim: str, verdict: str, evidence: Any) -> str:
         """Store one claim's verdict, replacing an earlier one on the same claim; returns it.
@@ -169,17 +169,12 @@ class Run:
         """Text at a figure's foot: the run, devices and torch of its rows, commit, day. For a
         scratch run without anything that changes from one to the next."""
         stored, facts = load(self.folder), environment.provenance(self.environment)
-        told = [f"run {self.id}", self.devices(), f"torch {self._torch(str(facts['torch']))}"]
+        rows = self.metrics()
+        told = [f"run {self.id}", _devices(rows), f"torch {_torch(rows, str(facts['torch']))}"]
         if stored:
             told += [f"commit {facts['commit']}"] if facts["commit"] else []
             told += [str(stored.get("started"))[:10]]
         return ", ".join(filter(None, told))
-
-    def _torch(self, here: str) -> str:
-        """The run's own version, or those of its rows where all were made by others."""
-        of_rows = sorted({str(each) for each in self.metrics()["torch"].dropna() if each})
-        others = all(each.split("+")[0] != here.split("+")[0] for each in of_rows)
-        return " and ".join(of_rows) if of_rows and others else here
 
     def device(self, device: str, gpus: int = 1) -> Machine:
         """Machine that runs the cells, for a notebook's parameter `device`; see `find_machine`.
@@ -208,6 +203,17 @@ class Run:
         folder = self.folder.joinpath(*parts)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+def _devices(rows) -> str:
+    return " and ".join(rows["device"].unique())
+
+
+def _torch(rows, here: str) -> str:
+    """A run's own version of torch, or those of its rows where all were made by others."""
+    of_rows = sorted({str(each) for each in rows["torch"].dropna() if each})
+    others = all(each.split("+")[0] != here.split("+")[0] for each in of_rows)
+    return " and ".join(of_rows) if of_rows and others else here
 
 
 def current(parameters: dict | None = None, notebook: str = "") -> Run:
@@ -283,20 +289,6 @@ class Store:
                 hint = f"the latest are {', '.join(known[-LATEST:])}"
             raise ValueError(f"no run {name!r} in {self.root}; {hint}")
         return self.root / fits[0]
-
-    def metrics(self):
-        """Metrics of all runs in one DataFrame, with the column `run` in front."""
-        import pandas
-
-        tables = []
-        for folder in self.folders():
-            table = metrics.read(folder / "metrics.csv")
-            if len(table):
-                table.insert(0, "run", folder.relative_to(self.root).as_posix())
-                tables.append(table)
-        if not tables:
-            return pandas.DataFrame(columns=["run", *metrics.COLUMNS])
-        return pandas.concat(tables, ignore_index=True)
 
 
 def open_store(root: str | Path = "runs") -> Store:

@@ -8,7 +8,7 @@ for needed in ("ipywidgets", "matplotlib", "pandas"):
 from places import committed_root, committed_runs  # noqa: E402
 from stored_runs import store_run  # noqa: E402
 
-from workbook.runs import load, loaded, metrics, store  # noqa: E402
+from workbook.runs import browse, load, loaded, metrics, store  # noqa: E402
 from workbook.runs.live import LivePanel  # noqa: E402
 
 
@@ -85,8 +85,8 @@ def test_two_runs_are_laid_over_each_other_and_a_setup_can_be_chosen(runs):
 
 
 def test_what_keeps_two_runs_from_being_alike_is_said(runs):
-    assert loaded.unlike([load(run) for run in runs[:1]]) == []
-    assert loaded.unlike([load(run) for run in runs[:2]]) == [
+    assert browse.unlike([load(run) for run in runs[:1]]) == []
+    assert browse.unlike([load(run) for run in runs[:2]]) == [
         "they differ in torch: 2.11.0, 2.12.0",
         "they differ in parameter tokens: [8, 16, 32], [8, 16]",
     ]
@@ -102,7 +102,7 @@ def test_the_browser_of_a_folder_goes_from_notebook_to_runs_to_quantities(runs):
     widgets["runs"].value = (runs[0].name, runs[1].name)
     assert "they differ in torch" in live.words.value and bytes(live.picture.value) != before
     widgets["quantity"].value = "f, forward: peak (ms) over tokens"
-    assert widgets["setup"].options == (loaded.EVERY,)
+    assert widgets["setup"].options == (browse.EVERY,)
     widgets["runs"].value = ()
     assert "choose a run" in live.message.value
     widgets["notebook"].value = "03_y"

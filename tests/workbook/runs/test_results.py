@@ -9,8 +9,9 @@ from stored_runs import store_run
 pytest.importorskip("pandas")
 
 from workbook.runs import age
+from workbook.runs.loaded import StoredRun
 from workbook.runs.record import load
-from workbook.runs.results import StoredRun, committed, open_stored
+from workbook.runs.results import committed, open_stored
 
 ID = "0123456789ab"
 

@@ -255,18 +255,6 @@ def test_the_table_of_runs_is_derived_from_the_folders(tmp_path):
     assert sorted(store.open_store(tmp_path).runs()["status"]) == ["lost", "ok"]
 
 
-def test_all_metrics_are_one_table_that_names_the_run(tmp_path):
-    assert len(store.open_store(tmp_path / "none").metrics()) == 0
-    for name in ("01_memory-aaaaaaaa", "01_memory-bbbbbbbb"):
-        folder = make_run(tmp_path, name)
-        write_json(folder / "environment.json", {"torch": "2.13.0"})
-        store.Run(folder).add_rows([ROW, ROW])
-    make_run(tmp_path, "02_nothing-cccccccc")
-    table = store.open_store(tmp_path).metrics()
-    assert list(table.columns) == ["run", *metrics.COLUMNS]
-    assert table["run"].value_counts().tolist() == [2, 2]
-
-
 @pytest.mark.parametrize("part", ["{0}", "01_mem", "aaaa", "2026-11-20/{0}", "2026-11-20"])
 def test_a_run_is_found_by_any_part_that_fits_one(tmp_path, part):
     wanted = make_run(tmp_path, "01_memory-aaaaaaaa", "2026-11-20")

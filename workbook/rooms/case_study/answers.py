@@ -10,8 +10,9 @@ import yaml
 
 from workbook.rooms.case_study.figures import TARGET_TOKENS_PER_S
 from workbook.runs.claim import UNDECIDED
+from workbook.runs.loaded import Sentence, StoredRun
 from workbook.runs.metrics import is_gpu
-from workbook.runs.results import Sentence, Stored, StoredRun
+from workbook.runs.results import Stored
 
 SAME = 1e-6  # relative to the largest output: tolerance for rounding of the same attention in fp64
 ALERT_GIB, LIMIT_GIB = 60.0, 65.0  # from the case study; it writes GB, its allocator MiB
@@ -65,7 +66,7 @@ def times_as_much(stored: Stored, least: dict[str, float]) -> Answer:
     times = {metric: of["loop", metric] / of["masked", metric] for metric in least}
     told = ", ".join(f"{n:.3g} times the {metric}" for metric, n in times.items())
     more = all(n > least[metric] for metric, n in times.items())
-    return Answer(more, f"{told} of dense masks", (run.metrics,))
+    return Answer(more, f"{told} of dense masks", (run.table,))
 
 
 def loop_is_attention(stored: Stored) -> Answer:
@@ -80,7 +81,7 @@ def loop_is_attention(stored: Stored) -> Answer:
     off = max(row["median"] for row in rows)
     named = ", ".join(rows[0]["config"]["defects"])
     told = f"off by {off:.2g} of the largest output, with {named}"
-    return Answer(off <= SAME, told, (run.metrics,))
+    return Answer(off <= SAME, told, (run.table,))
 
 
 def all_hold(stored: Stored, *names: str, ranks: int = 1) -> Answer:
@@ -129,7 +130,7 @@ def matters(
         if len(ended) > 1 and set(values) <= set(ended):
             apart = len({frozenset(outcomes) for outcomes in ended.values()}) > 1
             told = "; ".join(", ".join(sorted(outcomes)) for outcomes in ended.values())
-            return Answer(apart, f"{len(ended)} variants of {factor}: {told}", (run.metrics,))
+            return Answer(apart, f"{len(ended)} variants of {factor}: {told}", (run.table,))
     for notebook in notebooks:
         decided: dict[str, dict[str, Sentence]] = {}
         for run in reversed(stored.of(notebook)):
@@ -172,7 +173,7 @@ def peak(stored: Stored, subject: str) -> Answer:
         for notebook, operation in PEAKS[subject]
     ]
     rows = [row for one in found if one for row in one[1]]
-    where = tuple(one[0].metrics for one in found if one)
+    where = tuple(one[0].table for one in found if one)
     if not rows:
         return NOTHING
     if burst := [row for row in rows if not _measured(row)]:
@@ -216,7 +217,7 @@ def speed(stored: Stored, subject: str) -> Answer:
         run, rows = found
         row = min(rows, key=lambda r: r["median"])
         told = f"{row['backend']} {row['median']:,.0f}, the slowest of {len(rows)} cells"
-        return Answer(row["median"] >= least, told, (run.metrics,))
+        return Answer(row["median"] >= least, told, (run.table,))
     found = stored.rows("03", _timed_long, operation="step", backend="loop")
     if found is None:
         return NOTHING
@@ -228,7 +229,7 @@ def speed(stored: Stored, subject: str) -> Answer:
         told += f", and more layers are no faster than {layers}"
     if rate >= least and not _production(row):
         return Answer(None, f"{told}; its production size was not timed")
-    return Answer(rate >= least, told, (run.metrics,))
+    return Answer(rate >= least, told, (run.table,))
 
 
 def _timed_long(row: dict[str, Any]) -> bool:

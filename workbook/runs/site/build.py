@@ -14,11 +14,11 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from workbook.runs import age, environment, store
-from workbook.runs.files import write_atomically
 from workbook.runs.site import answers, data, fits, pages
 
 HERE = Path(__file__).parent
@@ -68,13 +68,14 @@ def build(
         work = _unpacked(to / WORK)
         source = work / "source"
         found = list(folders) if folders is not None else _folders(root)
-        pairs, written = [], 0
-        for number, folder in enumerate(found, 1):
-            run = data.collect(folder, root, work / "runs")
-            pairs.append((run, folder))
-            written += _run(run, folder, source, to)
-            say(f"{number} of {len(found)} runs read, {written} of them new or changed")
-        runs = [run for run, _ in sorted(pairs, key=lambda p: str(p[0]["started"]))[::-1]]
+        runs, written = [], 0
+        with ThreadPoolExecutor(1) as aside:  # git counts on another core; `age` keeps the counts
+            for folder in found:
+                runs.append(run := data.collect(folder, root, work / "runs"))
+                aside.submit(_aged, run)
+                written += _run(run, folder, source, to)
+                say(f"{len(runs)} of {len(found)} runs read, {written} of them new or changed")
+        runs = sorted(runs, key=lambda run: str(run["started"]))[::-1]
         names = _docs(Path(docs), source / "docs", {run["run"] for run in runs})
         _tables(runs, names, source)
         _forget({run["run"] for run in runs}, names, source, to, work)
@@ -156,11 +157,12 @@ def _text(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> bool:
-    """Write a file if its text changed; an unchanged one keeps its date, which Sphinx compares."""
+    """Write a file if its text changed; an unchanged one keeps its date, which Sphinx compares.
+    A half written one is written again by the next build: nothing has signed it."""
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text)
+    path.write_text(text, encoding="utf-8")
     return True
 
 
@@ -289,7 +291,8 @@ STEP = re.compile(r"(reading sources|writing output)\.\.\. \[ *(\d+)%\]")
 
 def _sphinx(source: Path, to: Path, work: Path, say: Callable[[str], None]) -> tuple[str, ...]:
     """Run Sphinx in its own process; return its warnings. ValueError with its output on failure."""
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-j", "auto", "-c", str(HERE)]
+    jobs = (os.cpu_count() or 1) + 1  # one indexes words while the others write pages
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-j", str(jobs), "-c", str(HERE)]
     command += ["-d", str(work / "doctrees"), str(source), str(to)]
     places = [str(environment.PACKAGE.parent), os.environ.get("PYTHONPATH")]
     with_us = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places)), "NO_COLOR": "1"}

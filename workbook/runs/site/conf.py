@@ -1,16 +1,21 @@
 """Sphinx's configuration of the site: no page requests anything from another host."""
 
+import gc
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
+from sphinx.search.en import SearchEnglish
 
 from workbook.runs.report import closed
 
 # jsonschema would compile 38 grammars for addresses in notebooks, which takes over a second.
 sys.modules.setdefault("rfc3987_syntax", None)
+# At Python's thresholds a tenth of Sphinx's time is garbage collection, which finds little.
+gc.set_threshold(20_000, 20, 20)
 
 project = html_title = "NSA workbook"
 author = ""
@@ -48,7 +53,16 @@ ACTIVE = re.compile(
 )
 
 
+class Search(SearchEnglish):
+    """English with each word's stem found once; Sphinx alone finds it anew for each page."""
+
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        self.stem = cache(super().stem)
+
+
 def setup(app) -> dict:
+    app.add_search_language(Search)
     app.connect("builder-inited", keep_inside, priority=900)  # after myst-nb's own
     app.connect("doctree-read", close, priority=1)
     app.connect("doctree-resolved", unlink)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbook.runs import environment, identity, metrics, parameters, record, store
-from workbook.runs.files import plain, read_json, write_atomically
+from workbook.runs.files import plain, read_json
 
 READ = ("record.json", "metrics.csv", "verdicts.json", "environment.json", "parameters.yaml",
         "notes.txt")  # fmt: skip
@@ -34,7 +34,7 @@ def collect(folder: Path, root: Path, cache: Path) -> dict[str, Any]:
     if found.get("signature") != signed:
         found = plain(_read(folder, root)) | {"signature": signed}
         cache.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(found))
+        file.write_text(json.dumps(found))
     # a run that was running may be lost by now, though no file of it changed
     found["status"] = record.status_now(record.load(folder))
     return found
@@ -151,7 +151,7 @@ def columns(table) -> dict[str, Any]:
     """
     configs = metrics.configs(table)
     fields = sorted({key for config in configs for key in config} - {*FOUND, *COLUMNS})
-    columns = {name: list(table[name]) for name in COLUMNS}
+    columns = {name: table[name].tolist() for name in COLUMNS}
     columns |= {f: [_scalar(config.get(f)) for config in configs] for f in fields}
     telling = {f: columns[f] for f in fields if _tells(columns[f])}
     keys = list(zip(*(columns[n] for n in COLUMNS), table["x_value"].fillna(-1), strict=True))
@@ -159,7 +159,7 @@ def columns(table) -> dict[str, Any]:
     return {
         "by": apart(keys, telling),
         "columns": {name: _coded(columns[name]) for name in kept},
-        **{name: [None if v != v else v for v in table[name]] for name in NUMBERS},
+        **{name: [None if v != v else v for v in table[name].tolist()] for name in NUMBERS},
         "outcome": _coded([config.get("outcome") for config in configs]),
     }
 
@@ -184,7 +184,9 @@ def apart(keys: list[tuple], fields: dict[str, list]) -> list[str]:
 
 def _tells(values: list) -> bool:
     """True for a setting: scalars that differ; not floats, which are measured, nor trial ids."""
-    if any(isinstance(v, list | dict) for v in values):
+    try:
+        values = set(values)
+    except TypeError:  # a list
         return False
     if any(isinstance(v, str) and TRIAL.fullmatch(v) for v in values):
         return False

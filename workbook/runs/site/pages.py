@@ -5,10 +5,10 @@ import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+from xml.parsers import expat
 
 from workbook.runs import looks, metrics, report
-from workbook.runs.results import TRIAL
+from workbook.runs.loaded import TRIAL
 
 HERE = Path(__file__).parent
 FENCE = "`" * 12
@@ -164,23 +164,22 @@ def alternative(svg: str, name: str = "") -> str:
 
     matplotlib writes each text as a comment of the group that it is in.
     """
-    builder = ElementTree.TreeBuilder(insert_comments=True)
-    try:
-        root = ElementTree.fromstring(svg, ElementTree.XMLParser(target=builder))
-    except ElementTree.ParseError:
-        return f"Figure {name.replace('_', ' ')}".strip()
     found: dict[str, list[str]] = {"title": [], "across": [], "up": [], "series": []}
+    path: list[str] = []  # ids of the open elements
 
-    def walk(node, path: tuple[str, ...]) -> None:
-        for child in node:
-            if child.tag is ElementTree.Comment:
-                kind = _kind(path)
-                if kind and (text := _plain(child.text or "")) not in found[kind]:
-                    found[kind].append(text)
-            else:
-                walk(child, (*path, child.get("id") or ""))
+    def comment(told: str) -> None:
+        kind = _kind(path[1:])
+        if path and kind and (text := _plain(told)) not in found[kind]:
+            found[kind].append(text)
 
-    walk(root, ())
+    parser = expat.ParserCreate(namespace_separator="}")  # a tree would take twice as long
+    parser.StartElementHandler = lambda tag, given: path.append(given.get("id", ""))
+    parser.EndElementHandler = lambda tag: path.pop()
+    parser.CommentHandler = comment
+    try:
+        parser.Parse(svg, True)
+    except expat.ExpatError:
+        return f"Figure {name.replace('_', ' ')}".strip()
     said = [f"Figure {name.replace('_', ' ')}".strip()]
     parts = {"title": "", "across": "across: ", "up": "up: ", "series": "shown: "}
     for kind, word in parts.items():
@@ -191,7 +190,7 @@ def alternative(svg: str, name: str = "") -> str:
     return "; ".join(said) + "."
 
 
-def _kind(path: tuple[str, ...]) -> str:
+def _kind(path: list[str]) -> str:
     """Kind of a text, by its groups: axes are numbered, with odd numbers for those across."""
     groups = " ".join(path)
     if "tick_" in groups:
