@@ -37,7 +37,6 @@ LONG_TESTS = {
     "tests/workbook/rooms/training/test_train_command.py",
     "tests/nsa/kernels/test_hopper.py",
     "tests/nsa/kernels/test_selected.py",
-    "tests/nsa/model/test_layer.py",
     "tests/nsa/model/test_model_cache.py",
     "tests/nsa/reference/test_reference.py",
     "tests/support/gluon_emulator.py",

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from places import ROOT, SUPPORT
@@ -24,6 +25,24 @@ def python(code: str, **options) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment_with_package(), text=True, **options)
 
 
+@contextmanager
+def running(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """This process, which is killed at the end of the block."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
+    """Until the condition holds, which it must within this time."""
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def printed_by(code: str) -> str:
     """Output of an interpreter that runs the code, which must not fail."""
     process = python(code, stdout=subprocess.PIPE)
@@ -32,12 +51,13 @@ def printed_by(code: str) -> str:
     return printed
 
 
-def told_by(program: str, *args: object) -> dict:
-    """Last line of a program of this folder, as JSON; its kernels are not interpreted."""
+def told_by(program: str, *args: object, interpreted: bool = False) -> dict:
+    """Last line of a program of this folder, as JSON; its kernels are interpreted if asked."""
     environment = environment_with_package()
-    environment.pop("TRITON_INTERPRET", None)
+    if not interpreted:
+        environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, SUPPORT / program, *map(str, args)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
 

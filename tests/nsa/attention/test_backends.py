@@ -90,11 +90,12 @@ def test_what_shifts_all_keys_of_a_head_has_a_gradient_of_rounding_alone(
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")
-@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+@pytest.mark.parametrize("phi, sinks", [("mean", "heads"), ("linear", "branches"), ("mlp", "")])
 @pytest.mark.parametrize("backend", DOUBLE)
-def test_gradcheck(backend, phi):
+def test_gradcheck(backend, phi, sinks):
     config = NSAConfig(4, 2, 4, 2, select_initial=0, window=3)
-    drawn = draw(Case(11, kv_heads=1, group=2, dim=2, value_dim=3, config=config, phi=phi))
+    sizes = {"kv_heads": 1, "group": 2, "dim": 2, "value_dim": 3, "config": config}
+    drawn = draw(Case(11, **sizes, phi=phi, sinks=sinks))
     assert drawn.has_the_gradients_of(lambda x: attend(x, backend))
 
 

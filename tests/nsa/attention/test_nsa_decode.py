@@ -123,21 +123,6 @@ def test_the_kernels_give_sinks_their_share_in_one_program_or_several(
     assert sunk_mismatch(growth, "triton", torch.float32) < 1e-5
 
 
-def test_no_new_token_sees_one_behind_it():
-    growth = Growth(Case(40), (20, 20), (40,))
-    outputs = []
-    for later in (0.0, 1.0):
-        cache = growth.cache(torch.float32)
-        torch.manual_seed(3)
-        q, k, v, gates, phi = arguments(draw(growth.case, torch.float32), growth, cache)
-        k, v = ({b: x.clone() for b, x in side.items()} for side in (k, v))
-        for x in (*k.values(), *v.values()):
-            x[:, 31:] += later
-        outputs.append(grown(q, k, v, gates, phi, growth, cache, "gather"))
-    torch.testing.assert_close(outputs[0][:, :31], outputs[1][:, :31], rtol=0, atol=1e-6)
-    assert not torch.equal(outputs[0][:, 31], outputs[1][:, 31])
-
-
 def test_who_served_is_told():
     growth = Growth(Case(40), (20, 1, 19), (40,))
     cache = growth.cache(torch.float32)

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-from places import SUPPORT
-from processes import environment_with_package
+from processes import told_by
 from tiny_models import tiny, tokens
 
 pytest.importorskip("transformers")
@@ -81,13 +80,7 @@ def test_a_loss_counts_each_token_that_another_stands_before(model, side):
 @pytest.mark.full
 @pytest.mark.processes
 def test_compiled_for_growing_lengths_with_padding_it_is_two_graphs():
-    command, environment = (
-        [sys.executable, SUPPORT / "traced_padding.py"],
-        environment_with_package(),
-    )
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads(run.stdout.splitlines()[-1])
+    found = told_by("traced_padding.py", interpreted=True)
     assert found["graphs"] == 2 and found["error"] < 1e-5
 
 

@@ -1,8 +1,5 @@
 """Steps under torch.compile and as CUDA graphs: the same numbers, and nothing compiled twice."""
 
-import json
-import subprocess
-import sys
 from functools import cache, partial
 
 import observed
@@ -10,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiled_steps import CASES, STEPS, graphs
-from places import SUPPORT
-from processes import environment_with_package
+from processes import told_by
 from tiny_models import tiny
 from torch._dynamo.utils import counters
 
@@ -24,7 +20,6 @@ from nsa.model.train import WARMUP, TrainConfig
 # torch.compile reads .grad of every input and hides the warning only from the console.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-PROGRAM = SUPPORT / "compiled_steps.py"
 GENERATED = ("dense",)  # whose code is generated; of another it takes a minute and more
 ALLOWED = {name: 3e-3 if "bf16" in name else 1e-4 for name in CASES}  # nats
 KERNELS = tiny(head_dim=16, backend="triton")
@@ -34,11 +29,7 @@ on_gpu = partial(trainer, device="cuda", config=KERNELS)
 
 @cache
 def compiled(backend, *names):
-    command = [sys.executable, PROGRAM, backend, *names]
-    environment = environment_with_package()
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return told_by("compiled_steps.py", backend, *names, interpreted=True)
 
 
 @pytest.mark.processes

@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 from observed import trainer
+from processes import wait_until
 
 from nsa.model.data import Data, Prefetch, spread_ms, synthetic, text
 
@@ -185,9 +186,7 @@ def test_it_draws_so_many_ahead_and_no_more():
     slow = Slow()
     with Prefetch(slow, depth=3) as ahead:
         ahead.batch(0, 1, 4)
-        deadline = time.monotonic() + 5
-        while len(slow.drawn) < 5 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: len(slow.drawn) == 5)
         time.sleep(0.05)
         # Three in the queue, and one in the thread's hands.
         assert slow.drawn == [0, 1, 2, 3, 4]
@@ -242,14 +241,9 @@ def test_close_ends_the_thread_and_may_be_called_twice_and_dropping_it_does_too(
     slow = Slow()
     ahead = Prefetch(slow, depth=1)
     ahead.batch(0, 1, 4)
-    deadline = time.monotonic() + 5
-    while len(slow.drawn) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)  # until one waits for room that nobody makes
+    wait_until(lambda: len(slow.drawn) == 3)  # one waits for room that nobody makes
     del ahead
-    deadline = time.monotonic() + 5
-    while threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not threads()
+    wait_until(lambda: not threads())
 
 
 def test_bad_sizes_and_depths_are_refused_by_a_prefetch():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from tiny_models import gradients, hidden, tiny, tokens
 
-from nsa.model.cache import NSACache
 from nsa.model.config import ModelConfig
 from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
@@ -68,16 +67,6 @@ def test_they_do_not_decay():
     decayed, plain = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
     sinks = {id(block.attention.sinks) for block in model.blocks}
     assert sinks <= plain and not sinks & decayed
-
-
-@torch.no_grad()
-def test_from_a_cache_comes_what_the_whole_gives():
-    model, x = learned(), tokens(2)
-    want, _ = model(x)
-    cache = NSACache(model.config, 2, 48)
-    spans = (0, 30), (30, 31), (31, 48)
-    parts = [model(x[:, a:b], cache=cache)[0] for a, b in spans]
-    torch.testing.assert_close(torch.cat(parts, 1), want, rtol=1e-4, atol=1e-5)
 
 
 def test_who_looks_at_attention_sees_it_with_its_sinks():

@@ -154,20 +154,6 @@ def test_sequences_of_different_lengths_are_each_as_if_alone(page):
         torch.testing.assert_close(later[row], alone[length:], **EXACT)
 
 
-def test_a_packed_batch_and_a_batch_in_a_cache_say_the_same():
-    model, lengths = model_of(tiny()), [5, 1, 42]
-    packed = tokens()
-    borders = torch.tensor([0, 5, 6, 48], dtype=torch.int32)
-    with torch.no_grad():
-        wanted = model(packed, cu_seqlens=borders)[0].split(lengths, dim=1)
-    rows = torch.zeros(3, 42, dtype=torch.int64)
-    for row, part in enumerate(packed.split(lengths, dim=1)):
-        rows[row, : part.shape[1]] = part
-    _, found = ragged(model, rows, lengths)
-    for row, length in enumerate(lengths):
-        torch.testing.assert_close(found[row, :length], wanted[row][0], **EXACT)
-
-
 @pytest.mark.parametrize("page", [None, 8])
 @pytest.mark.parametrize("shared_kv", [False, True])
 def test_a_draft_that_is_cropped_leaves_no_trace(page, shared_kv):

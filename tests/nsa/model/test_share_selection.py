@@ -7,7 +7,6 @@ from tiny_models import TOKENS, gradients, tiny, tokens
 
 from nsa.attention.witness import recording
 from nsa.model.cache import NSACache
-from nsa.model.generate import generate
 from nsa.model.llama import LanguageModel
 from nsa.model.saving import load_model
 from nsa.reference.nsa import nsa
@@ -118,14 +117,6 @@ def test_sequences_of_several_lengths_share_within_each(decode):
         for b, count in enumerate(counts.tolist()):
             whole = model(ids[b : b + 1, : int(lengths[b])])[0][:, first : first + count]
             torch.testing.assert_close(found[b : b + 1, :count], whole, rtol=0, atol=1e-10)
-
-
-def test_generation_continues_as_the_whole_model_does():
-    model, prompt = model_of(2).eval(), tokens(1, 20)[0].tolist()
-    (made,) = generate(model, [prompt], 24).all()
-    for token in made:
-        assert int(model(torch.tensor([prompt]))[0][0, -1].argmax()) == token
-        prompt.append(token)
 
 
 def test_a_cache_of_a_model_that_shares_otherwise_is_refused():

@@ -1,31 +1,23 @@
 """torch.compile of growing lengths, torch.export of any length, and models without values."""
 
-import json
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 import torch
-from places import SUPPORT
-from processes import environment_with_package
+from processes import told_by
 from tiny_models import tiny, tokens
 from traced_lengths import CASES, CONFIG
 
 from nsa.attention.api import nsa_attention
 from nsa.model.llama import LanguageModel
 
-PROGRAM = SUPPORT / "traced_lengths.py"
 GRAPHS = {"calls": 2, "marked": 1, "steps": 2, "exported": 1}  # two: of one length, then of any
 
 
 @cache
 def found(*kinds: str) -> dict:
     """Graphs and errors of each kind's cases, from one process for all of them."""
-    command, environment = [sys.executable, PROGRAM, *kinds], environment_with_package()
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return told_by("traced_lengths.py", *kinds, interpreted=True)
 
 
 @pytest.mark.processes

@@ -280,13 +280,6 @@ def test_evaluation_has_its_own_batches_and_changes_nothing():
     assert one.evaluate(2) == pytest.approx(other.evaluate(2), rel=1e-6)
 
 
-@pytest.mark.parametrize("force_branch", ["cmp", "slc", "win"])
-def test_a_forced_branch_trains(force_branch):
-    config, data = tiny(force_branch=force_branch), text(max_bytes=2**20)
-    losses = trainer(config=config, data=data, lr=1e-2).run(8)
-    assert losses[-1] < losses[0] - 0.5
-
-
 def test_a_value_that_is_not_finite_is_named_by_layer_and_step():
     broken = trainer(config=tiny(strict=True))
     broken.run(1)

@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 import uuid
 
 import pytest
+from processes import running, wait_until
 
 from whyhung.process import family
 
@@ -54,18 +54,12 @@ def test_a_cookie_made_inside_a_family_belongs_to_it_and_not_the_other_way(cooki
 @pytest.mark.processes
 def test_roots_lead_to_children_that_carry_no_cookie(cookie):
     code = "import subprocess; subprocess.Popen(['sleep', '60']).wait()"
-    root = subprocess.Popen([sys.executable, "-c", code], env={}, start_new_session=True)
-    try:
-        end = time.monotonic() + 30
-        while len(family.family(cookie, [root.pid])) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+    command = [sys.executable, "-c", code]
+    with running(subprocess.Popen(command, env={}, start_new_session=True)) as root:
+        wait_until(lambda: len(family.family(cookie, [root.pid])) == 2)
         assert family.family(cookie) == set()
         assert family.end_family(cookie, [root.pid]) == set()
         assert root.wait(timeout=10) == -9
-    finally:
-        root.kill()
-        root.wait()
 
 
 def test_a_process_never_finds_itself(cookie):

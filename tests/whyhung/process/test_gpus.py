@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 from places import ROOT
+from processes import running
 
 from whyhung.process import gpus, preflight, sources
 from whyhung.process.runner import Spec, run
@@ -155,14 +156,10 @@ def test_who_is_interrupted_while_it_waits_keeps_no_gpu(had, monkeypatch):
 
 @pytest.mark.processes
 def test_who_could_not_be_ended_speaks_against_the_next_trial():
-    sleeper = subprocess.Popen(["sleep", "60"])
-    started = preflight.procfs.process(sleeper.pid).started
-    try:
+    with running(subprocess.Popen(["sleep", "60"])) as sleeper:
+        started = preflight.procfs.process(sleeper.pid).started
         assert preflight.remember(sleeper.pid, started)
         assert preflight.reasons(False) == [f"process {sleeper.pid} of an earlier trial still runs"]
-    finally:
-        sleeper.kill()
-        sleeper.wait()
     assert preflight.reasons(False) == [] and not preflight.remember(sleeper.pid, started)
 
 

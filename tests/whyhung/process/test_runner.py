@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
-from processes import python, wait_until_gone
+from processes import python, running, wait_until, wait_until_gone
 
 from whyhung.process.runner import Spec, run
 from whyhung.verdict import judge
@@ -181,13 +181,9 @@ def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path):
         f"spec = Spec('subject_entries:each_waits', {{'pids': {str(tmp_path)!r}}}, ranks=2)\n"
         f"run(spec, folder={str(tmp_path / 'trial')!r}, stall_s=60)\n"
     )
-    supervisor = python(code)
-    end = time.monotonic() + 90
-    while len(files := list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < end:
-        time.sleep(0.05)
-    supervisor.kill()
-    supervisor.wait()
-    assert len(files) == 2 and gone([int(file.name[4:]) for file in files])
+    with running(python(code)):
+        wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, within_s=90)
+    assert gone([int(file.name[4:]) for file in tmp_path.glob("pid-*")])
 
 
 @pytest.mark.slow

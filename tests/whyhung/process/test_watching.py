@@ -12,7 +12,14 @@ from pathlib import Path
 import pages
 import pytest
 from places import SUPPORT
-from processes import alive, environment_with_package, python, wait_until_gone, wait_until_there
+from processes import (
+    alive,
+    environment_with_package,
+    python,
+    running,
+    wait_until_gone,
+    wait_until_there,
+)
 
 from whyhung.process import members, nodes, watching
 from whyhung.process.attaching import attach
@@ -197,37 +204,27 @@ def test_a_full_disk_is_told_and_leaves_no_half_file(tmp_path, monkeypatch, caps
 
 def test_a_job_is_looked_at_and_not_changed(tmp_path):
     (tmp_path / "script.py").write_text(LOCKED)
-    process = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path)
-    try:
+    with running(subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path)) as process:
         wait_until_there(tmp_path / "began", process)
         evidence, verdict = attach(process.pid, seconds=2)
         assert verdict.kind == "HANG" and verdict.line.endswith(STUCK_AT)
         assert evidence.spec["attached"] == process.pid
         status = Path(f"/proc/{process.pid}/status").read_text()
         assert "TracerPid:\t0" in status and alive(process.pid)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_what_works_is_not_called_still():
-    with python(AT_WORK) as process:
-        try:
-            _, verdict = attach(process.pid, seconds=2)
-        finally:
-            process.kill()
+    with running(python(AT_WORK)) as process:
+        _, verdict = attach(process.pid, seconds=2)
     assert verdict.label == "SLOW:uncounted"
 
 
 def test_a_server_that_waits_to_be_asked_is_idle_and_nothing_is_wrong(started):
     command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            time.sleep(1)
-            looked = started("attach", process.pid, "--seconds", 2)
-            out, _ = looked.communicate(timeout=60)
-        finally:
-            process.kill()
+    with running(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process:
+        time.sleep(1)
+        looked = started("attach", process.pid, "--seconds", 2)
+        out, _ = looked.communicate(timeout=60)
     assert looked.returncode == 0
     assert out.startswith("it is idle: rank 0 waits for the next request")
 
@@ -237,22 +234,16 @@ def test_a_kernel_of_jupyter_without_a_cell_is_idle(tmp_path):
     file = tmp_path / "kernel.json"
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", file]
     null = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=null, stderr=null) as process:
-        try:
-            wait_until_there(file, process)
-            time.sleep(3)
-            _, verdict = attach(process.pid, seconds=3)
-        finally:
-            process.kill()
+    with running(subprocess.Popen(command, stdout=null, stderr=null)) as process:
+        wait_until_there(file, process)
+        time.sleep(3)
+        _, verdict = attach(process.pid, seconds=3)
     assert verdict.label == "INCONCLUSIVE:idle"
 
 
 def test_a_process_that_runs_no_python_is_looked_at_too():
-    with subprocess.Popen(["sleep", "60"]) as process:
-        try:
-            evidence, verdict = attach(process.pid, seconds=1)
-        finally:
-            process.kill()
+    with running(subprocess.Popen(["sleep", "60"])) as process:
+        evidence, verdict = attach(process.pid, seconds=1)
     assert verdict.kind == "SLOW" and verdict.numbers["left_s"] > 0  # its timer
     assert any("does not run Python" in note for note in evidence.notes)
 
@@ -277,12 +268,11 @@ def test_a_process_may_end_while_it_is_looked_at():
 
 def test_without_py_spy_the_kernel_still_tells(monkeypatch):
     monkeypatch.setattr("whyhung.watch.looks._py_spy", lambda: None)
-    with python("import threading\nlock = threading.Lock()\nwith lock, lock: pass") as process:
-        try:
-            time.sleep(0.5)
-            evidence, verdict = attach(process.pid, seconds=2)
-        finally:
-            process.kill()
+    with running(
+        python("import threading\nlock = threading.Lock()\nwith lock, lock: pass")
+    ) as process:
+        time.sleep(0.5)
+        evidence, verdict = attach(process.pid, seconds=2)
     assert verdict.kind == "HANG"
     assert any("py-spy is not installed" in one.message for one in evidence.snapshots[0].processes)
 
@@ -290,11 +280,8 @@ def test_without_py_spy_the_kernel_still_tells(monkeypatch):
 def test_a_job_of_another_user_says_what_would_help(monkeypatch):
     monkeypatch.setattr("whyhung.process.attaching.variables", lambda pid: {})
     monkeypatch.setattr("os.access", lambda *_: False)
-    with python("input()", stdin=subprocess.PIPE) as process:
-        try:
-            evidence, _ = attach(process.pid, seconds=0.5)
-        finally:
-            process.kill()
+    with running(python("input()", stdin=subprocess.PIPE)) as process:
+        evidence, _ = attach(process.pid, seconds=0.5)
     assert any("CAP_SYS_PTRACE" in note for note in evidence.notes)
 
 

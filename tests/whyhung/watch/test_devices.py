@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from processes import wait_until
 
 from whyhung.process import preflight
 from whyhung.watch import devices
@@ -46,7 +47,7 @@ def test_without_nvml_it_is_nvidia_smi_that_tells_and_what_is_missing_is_named(m
     monkeypatch.setattr(preflight, "gpus", lambda fields, only=None: rows)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with device_use() as use:
-        _until(lambda: use.gpus)
+        wait_until(lambda: use.gpus)
         assert use.percent == 97.0
         assert use.gpus == {0: Use(0, 97.0, 121.5, 700.0), 1: Use(1, 3.0, None, 700.0)}
         assert "pip install nvidia-ml-py" in use.missing
@@ -102,12 +103,3 @@ def test_counters_span_the_time_between_two_reads(monkeypatch):
     assert second.rates["tensor"] == 20.0 and second.rates["nvlink"] == 7.0
     assert "fp64" not in second.rates  # this GPU does not tell it
     assert second.works
-
-
-def _until(holds):
-    import time
-
-    end = time.monotonic() + 30
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert holds()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from places import SUPPORT
-from processes import environment_with_package
+from processes import environment_with_package, running, wait_until
 from stranger import Training
 from torch import nn
 
@@ -204,22 +204,18 @@ def test_a_stuck_process_answers_for_its_locks_and_collectives(tmp_path):
         "import threading, torch\nlock = threading.Lock()\nwith lock, lock:\n    pass\n"
     )
     environment = inside.environment(tmp_path, environment_with_package())
-    with subprocess.Popen([sys.executable, str(script)], env=environment) as process:
-        try:
-            counts = tmp_path / f"progress-{process.pid}.bin"
-            answers = [tmp_path / f"{what}-{process.pid}.json" for what in ("locks", "flight")]
-            end = time.monotonic() + 60
-            waits: list = []
-            while (
-                not (waits and answers[1].is_file()) and time.monotonic() < end
-            ):  # it may not have come so far
-                if layout.cells_of(counts):
-                    layout.ask(counts)
-                time.sleep(0.2)
-                waits = (child.read(answers[0]) or {}).get("waits", [])
-        finally:
-            process.kill()
-    (wait,) = waits
+    with running(subprocess.Popen([sys.executable, str(script)], env=environment)) as process:
+        counts = tmp_path / f"progress-{process.pid}.bin"
+        answers = [tmp_path / f"{what}-{process.pid}.json" for what in ("locks", "flight")]
+
+        def answered():
+            if layout.cells_of(counts):  # it may not have come so far
+                layout.ask(counts)
+            time.sleep(0.2)
+            return (child.read(answers[0]) or {}).get("waits") and answers[1].is_file()
+
+        wait_until(answered)
+    (wait,) = child.read(answers[0])["waits"]
     assert (wait["name"], wait["line"]) == ("lock", f"{script}:3 <module>")
     assert wait["tid"] == process.pid and wait["holders"] == [process.pid] and wait["sure"]
     assert child.read(answers[1]) == {"entries": []}

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from processes import running, wait_until
 
 from whyhung.process.family import COOKIE
 from whyhung.watch import kernel, syscalls
@@ -130,15 +131,9 @@ def end(process):
 @contextlib.contextmanager
 def sleeper(**options):
     """A process that sleeps."""
-    with subprocess.Popen(["sleep", "600"], **options) as child:
-        try:
-            until = time.monotonic() + 60
-            while "nanosleep" not in kernel.procfs.process(child.pid).wchan:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            yield child
-        finally:
-            child.kill()
+    with running(subprocess.Popen(["sleep", "600"], **options)) as child:
+        wait_until(lambda: "nanosleep" in kernel.procfs.process(child.pid).wchan)
+        yield child
 
 
 @pytest.fixture(scope="module")
@@ -277,16 +272,10 @@ def test_a_signal_that_the_program_handles_could_end_its_waits(name, word):
         f"import os, signal; signal.signal(signal.{name}, lambda *_: None); print(flush=True); "
         "os.read(os.pipe()[0], 1)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
-        try:
-            child.stdout.readline()
-            until = time.monotonic() + 60
-            while "pipe" not in kernel.procfs.process(child.pid).wchan:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            wait = kernel.snapshot({0: child.pid}).of(0).main().wait
-        finally:
-            child.kill()
+    with running(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)) as child:
+        child.stdout.readline()
+        wait_until(lambda: "pipe" in kernel.procfs.process(child.pid).wchan)
+        wait = kernel.snapshot({0: child.pid}).of(0).main().wait
     assert wait.kind == "pipe" and wait.outside and word in wait.text
 
 
@@ -321,17 +310,13 @@ def test_of_thousands_of_threads_the_first_are_read_and_the_rest_counted():
         "    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
         "print(flush=True); time.sleep(600)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
-        try:
-            child.stdout.readline()
-            until = time.monotonic() + 60
-            while (process := kernel.snapshot({0: child.pid}).of(0)).main().wait is None:
-                assert time.monotonic() < until
-            assert len(process.threads) == 2001 and "2001 threads" in process.message
-            assert process.threads[0].main and process.threads[0].wait is not None
-            assert 200 < sum(thread.wait is not None for thread in process.threads) <= kernel.MOST
-        finally:
-            child.kill()
+    with running(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)) as child:
+        child.stdout.readline()
+        wait_until(lambda: kernel.snapshot({0: child.pid}).of(0).main().wait)
+        process = kernel.snapshot({0: child.pid}).of(0)
+        assert len(process.threads) == 2001 and "2001 threads" in process.message
+        assert process.threads[0].main and process.threads[0].wait is not None
+        assert 200 < sum(thread.wait is not None for thread in process.threads) <= kernel.MOST
 
 
 def test_a_kernel_that_tells_no_system_calls_leaves_the_wait_channel(monkeypatch):

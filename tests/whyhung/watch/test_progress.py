@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from counted import here, nodes_of
+from processes import wait_until
 from stranger import Stranger, Training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -153,9 +154,7 @@ def test_a_forked_child_does_not_move_its_parent(counters):
 
 def test_the_gil_beats_and_stops_when_it_is_closed(tmp_path):
     counters = Progress(tmp_path / "p.bin")
-    end = time.monotonic() + 10
-    while read(counters.file)[1] < 3 and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_until(lambda: read(counters.file)[1] >= 3)
     counters.close()
     beats = read(counters.file)[1]
     time.sleep(0.3)
@@ -222,10 +221,7 @@ def test_what_is_unheard_counts_but_tells_neither_step_nor_phase(counters):
     counters.lasting = True
     counters.close()
     beats = read(counters.file)[1]
-    end = time.monotonic() + 10
-    while read(counters.file)[1] == beats and time.monotonic() < end:
-        time.sleep(0.02)
-    assert read(counters.file)[1] > beats
+    wait_until(lambda: read(counters.file)[1] > beats)
     counters.lasting = False
 
 

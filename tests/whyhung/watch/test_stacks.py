@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from processes import running, wait_until
 
 from whyhung.watch import kernel, looks, visible
 from whyhung.watch.evidence import Evidence, Process, Snapshot, Thread
@@ -143,9 +144,7 @@ def test_a_stopped_process_shows_its_stacks_too(program):
 @linux
 def test_of_a_process_that_ended_it_says_so_and_keeps_what_was_seen():
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
-        until = time.monotonic() + 60
-        while not looks.runs_python(child.pid) and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: looks.runs_python(child.pid))
         snapshot = kernel.snapshot({0: child.pid})
         child.kill()
     assert looks.py_spy(child.pid) == ([], "it ended before py-spy looked")
@@ -184,19 +183,16 @@ while True:
 
 @linux
 def test_who_waits_for_the_gil_waits_for_the_thread_that_holds_it():
-    with subprocess.Popen([sys.executable, "-c", GIL], stdout=subprocess.PIPE) as child:
-        try:
-            child.stdout.readline()
-            until = time.monotonic() + 60
-            while True:
-                process = looks.with_stacks(kernel.snapshot({0: child.pid})).of(0)
-                main = process.main()
-                owners = [thread for thread in process.threads if thread.gil]
-                seen = main.wait and main.wait.kind == "GIL" and owners and owners[0].wait
-                if seen or time.monotonic() > until:
-                    break
-        finally:
-            child.kill()
+    with running(subprocess.Popen([sys.executable, "-c", GIL], stdout=subprocess.PIPE)) as child:
+        child.stdout.readline()
+        until = time.monotonic() + 60
+        while True:
+            process = looks.with_stacks(kernel.snapshot({0: child.pid})).of(0)
+            main = process.main()
+            owners = [thread for thread in process.threads if thread.gil]
+            seen = main.wait and main.wait.kind == "GIL" and owners and owners[0].wait
+            if seen or time.monotonic() > until:
+                break
     (owner,) = owners
     assert main.wait.wakers == ((child.pid, owner.tid),) and not main.wait.outside
     assert main.wait.left_s is None and owner.wait.kind == "timer" and owner.wait.left_s <= 600
