@@ -127,7 +127,7 @@ SPOILS = {
     "with a lock planted": lambda r: setattr(r, "planted", trial_of("blind", 4.2, lock_at=5)),
     "the last line of all": lambda r: change(r, "tracing", console="step 0003 | loss"),
     "comes further with every longer": lambda r: change(r, "2 x", last=r.named["1 x"].last),
-    "chosen by the print schedule": lambda r: r.named.update({n: trial_of(n, 8.1) for n in PRINTS}),
+    "chosen by the print schedule": lambda r: change(r, "1 x", console="step 0003 | loss"),
     "no verdict changes under": lambda r: change(r, "tracing", verdict=Verdict("CRASH", "bad")),
     "more layers come less far": lambda r: change(r, "6 layers", last=P(9, "forward")),
     "between steps 4 and 5": lambda r: r.state["rows"][1].update(changed=True),
@@ -143,6 +143,12 @@ def test_a_spoilt_investigation_fails_the_claim_it_concerns(healthy, sentence):
     SPOILS[sentence](healthy)
     failed = [c.claim for c in claims.all_claims(healthy) if c.verdict == "FAIL"]
     assert any(sentence in claim for claim in failed), failed
+
+
+def test_schedules_that_print_the_same_so_far_decide_nothing(healthy):
+    """As a busy machine's do, whose trials end after three steps."""
+    healthy.named.update({n: trial_of(n, 8.1) for n in PRINTS})
+    assert claims.the_hang_step_moves_with_the_prints(healthy).verdict == "INCONCLUSIVE"
 
 
 def test_what_was_not_run_is_not_decided(healthy):

@@ -112,7 +112,11 @@ def the_hang_step_moves_with_the_prints(results: Results) -> Claim:
     trials = list(chosen.values())
     said = {n: t.said for n, t in chosen.items()}
     told = ", ".join(f"{n}: {t.said} (in {t.reached})" for n, t in chosen.items())
-    holds = all(t.said in t.expected() for t in trials) and len(set(said.values())) > 2
+    holds = all(t.said in t.expected() for t in trials)
+    if holds and len(set(said.values())) < 3:  # on a busy machine
+        return Claim.undecided(
+            f"{sentence}: {told}", "too few steps tell the schedules apart", said
+        )
     lost = [name for name in PRINTS if name not in chosen]
     return _claim(f"{sentence}: {told}", trials, holds, said).over(lost)
 
