@@ -12,9 +12,9 @@ from nsa.blocks import count_selectable
 from nsa.config import NSAConfig
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.llama import LanguageModel
-from nsa.model.train_config import autocast
 from nsa.reference.compress import Phi, compress_keys
 from workbook.lab.measure.attention_inputs import importance_at, select_at
+from workbook.lab.measure.selections import forward_seen
 
 QUERIES = 192  # of a sequence's second half, evenly spaced
 
@@ -41,18 +41,12 @@ def coverage(
         raise ValueError("no layer of the model attends densely; attention='dense' does")
     found: list[dict[str, Any]] = []
 
-    def look(layer: DenseAttention, args: tuple) -> None:
-        q, k, _ = layer.queries_keys_values(*args)
+    def look(layer: DenseAttention, args: tuple, kwargs: dict[str, Any]) -> None:
+        q, k, _ = layer.queries_keys_values(*args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
             found.append(covered(q.float(), k.float(), configs))
 
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
-    try:
-        with autocast(precision, tokens.device):
-            model(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    forward_seen(model, tokens, precision, layers, look)
     return found
 
 

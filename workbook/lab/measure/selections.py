@@ -1,6 +1,6 @@
 """Statistics of the blocks that a model's queries select, layer by layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,18 @@ def selections(
         row = {"gates": [float(x) for x in gates[:3]], "entropy": float(gates[3])}
         found.append(row | described(blocks, free, config))
 
+    forward_seen(model, tokens, precision, layers, look)
+    return found
+
+
+def forward_seen(
+    model: nn.Module,
+    tokens: Int[Tensor, "B T"],
+    precision: str,
+    layers: Sequence[nn.Module],
+    look: Callable[[Any, tuple, dict[str, Any]], None],
+) -> None:
+    """Run the model's forward; `look(layer, args, kwargs)` is called before each of the layers."""
     hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in layers]
     try:
         with autocast(precision, tokens.device):
@@ -62,7 +74,6 @@ def selections(
     finally:
         for hook in hooks:
             hook.remove()
-    return found
 
 
 def described(blocks: Blocks, free: Blocks, config: NSAConfig) -> dict[str, Any]:
