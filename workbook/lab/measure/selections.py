@@ -25,7 +25,7 @@ def selections(
     model: nn.Module,
     tokens: Int[Tensor, "B T"],
     precision: str = "fp32",
-    keep: Callable[[int, dict[str, Any]], None] = lambda layer, tensors: None,
+    keep: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Compute the statistics of each layer that selects: gates (means of the three shares and their
     entropy in nats), and `described`.
@@ -50,8 +50,9 @@ def selections(
         alone = replace(inputs, config=replace(config, select_initial=0, select_local=1))
         with torch.autocast(tokens.device.type, enabled=False):
             blocks, free = (with_blocks(x, choose(x).backend).blocks for x in (inputs, alone))
-        tensors = {"q": inputs.q, "k": dict(inputs.k), "v": dict(inputs.v), "gates": inputs.gates}
-        keep(len(found), tensors | {"blocks": blocks})
+        if keep is not None:
+            tensors = {"q": inputs.q, "k": dict(inputs.k), "v": dict(inputs.v)}
+            keep(len(found), tensors | {"gates": inputs.gates, "blocks": blocks})
         row = {"gates": [float(x) for x in gates[:3]], "entropy": float(gates[3])}
         found.append(row | described(blocks, free, config))
 

@@ -13,6 +13,7 @@ import torch
 
 from nsa.attention import witness
 from nsa.model import saving
+from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.parallel import SINGLE
 from nsa.model.positions import ByPosition, by_position
@@ -103,8 +104,9 @@ def run_cell(
     worse at the end than guessing each byte, makes the outcome "diverged"; the row stays.
     """
     folder = folder / cell.name
-    kept = all((folder / f"tensors-{tokens}").is_dir() for tokens in amounts.tensors)
-    if (row := read_json(folder / "row.json", {})).get("cell") == cell.to_dict() and kept:
+    asked = amounts.tensors if _selects(cell.config()) else ()
+    saved = all((folder / f"tensors-{tokens}").is_dir() for tokens in asked)
+    if (row := read_json(folder / "row.json", {})).get("cell") == cell.to_dict() and saved:
         return row
     if compile:
         torch.compiler.reset()  # each cell's blocks are others; the compiler's files are kept
@@ -134,7 +136,7 @@ def run_cell(
                 bits = measure(held_out, cell.tokens, amounts.look).bits
                 seconds = kept.seconds / max(1, kept.timed) * trainer.steps_done
                 kept.curve.append([trainer.steps_done * cell.batch_tokens, seconds, bits])
-                if _selects(trainer.model):
+                if _selects(trainer.model.config):
                     ids = held_out.batch(0, 1, cell.tokens, trainer.device)[0]
                     layers = selections(_eager(trainer.model), ids, cell.precision)
                     layers = [{name: layer[name] for name in SEEN} for layer in layers]
@@ -152,8 +154,8 @@ def run_cell(
     return row
 
 
-def _selects(model: LanguageModel) -> bool:
-    return model.config.attention == "nsa" and model.config.force_branch in (None, "slc")
+def _selects(config: ModelConfig) -> bool:
+    return config.attention == "nsa" and config.force_branch in (None, "slc")
 
 
 def _finite(kept: _Kept) -> bool:
@@ -277,12 +279,12 @@ def _looked_at(
         return held_out.batch(0, 1, tokens, next(model.parameters()).device)[0]
 
     selected = {}
-    if _selects(model):
+    if _selects(model.config):
         wanted = [n for n in (cell.tokens, *SELECTED_AT) if n <= amounts.longest * cell.tokens]
         for tokens in sorted({*wanted, *amounts.tensors}):
-            keep = {"keep": partial(_keep, folder / f"tensors-{tokens}")}
-            given = keep if tokens in amounts.tensors else {}
-            selected[str(tokens)] = selections(model, read(tokens), cell.precision, **given)
+            asked = tokens in amounts.tensors
+            keep = partial(_keep, folder / f"tensors-{tokens}") if asked else None
+            selected[str(tokens)] = selections(model, read(tokens), cell.precision, keep)
     found: dict[str, Any] = {"selections": selected}
     if model.config.attention == "dense":
         configs = {arm: replace(cell, arm=arm).config().nsa for arm in BLOCKS}

@@ -35,7 +35,7 @@ def test_averaged_keys_miss_what_other_keys_of_the_block_hide():
 
 
 def test_even_attention_is_held_by_share_of_blocks():
-    """Of queries at t every far key has the same weight, and no block is better."""
+    """Keys that are all zero give every earlier token the same weight."""
     found = covered(torch.zeros(1, 64, 2, D), torch.zeros(1, 64, 1, D), {"nsa": CONFIG, "all": ALL})
     rows = torch.arange(32, 64)
     far = (rows + 1 - 8).float()

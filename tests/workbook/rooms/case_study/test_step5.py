@@ -146,7 +146,7 @@ def test_a_spoilt_investigation_fails_the_claim_it_concerns(healthy, sentence):
 
 
 def test_schedules_that_print_the_same_so_far_decide_nothing(healthy):
-    """As a busy machine's do, whose trials end after three steps."""
+    """Trials on a busy machine end after three steps."""
     healthy.named.update({n: trial_of(n, 8.1) for n in PRINTS})
     assert claims.the_hang_step_moves_with_the_prints(healthy).verdict == "INCONCLUSIVE"
 

@@ -102,6 +102,10 @@ def test_tensors_are_saved_on_request_also_of_a_cell_that_is_done(tmp_path, text
 def test_arms_that_select_nothing_have_no_selections(tmp_path, text, arm):
     row = run_cell(cell(arm), text, tmp_path, device="cpu", amounts=FEW)
     assert row["outcome"] == "ok" and row["selections"] == {}
+    asked = replace(FEW, tensors=(256,))  # there are none, so nothing is made again
+    assert run_cell(cell(arm), text, tmp_path, device="cpu", amounts=asked) == json.loads(
+        json.dumps(row)
+    )
 
 
 def test_arms_of_a_seed_see_the_same_bytes_and_seeds_others(tmp_path, text, monkeypatch):
