@@ -48,7 +48,7 @@ class Call:
 
 
 # Calls in the runs of notebook 02: gather and flash were different programs then.
-CALLS = ("2026-11-23/02_backend_comparison-ca3bca9d", "2026-11-28/02_backend_comparison-3703f186")
+CALLS = ("2026-11-23/02_backend_comparison-ca3bca9d", "2026-11-29/02_backend_comparison-765c403d")
 CALLED = ("triton", "masked", "sdpa", "packed", "flex", "dense-flash", "dense-cudnn", "dense-fa4")
 
 

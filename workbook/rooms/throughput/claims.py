@@ -178,7 +178,7 @@ def backends_learn_alike(df: pandas.DataFrame):
     least = (error * studentized_range.isf(ALPHA / len(parts), *freedom)).min()
     evidence = {"p": p[worst], "nats apart": apart[worst], "nats that would show": least}
     evidence = {name: round(float(value), 6) for name, value in evidence.items()}
-    found = f"Tukey's p is {p[worst]:.2g} at least, in part {worst + 1} of {len(parts)}"
+    found = f"Tukey's p is {p[worst]:.2g} at least, where {least:.3f} nats would show"
     return found, p[worst] >= ALPHA, evidence, _lost_losses(df, curves)
 
 

@@ -3,6 +3,7 @@
 import textwrap
 
 import numpy as np
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from workbook.rooms.case_study import figures as case_study
@@ -93,13 +94,14 @@ def scaling(df, *, note: str = ""):
     models = many["model"].unique()
     with looks.figure(1, 0.8 + 0.34 * len(lines)) as (fig, (axes,)):
         fig.set_figwidth(8.5)
-        most, names = int(found["ranks"].max()), []
+        far, names = max(found["ranks"].max(), many["times one rank"].max()), []
         for (model, backend, tokens, how, parallel), line in lines:
             line = line[line["ranks"] > 1].sort_values("ranks")
             colour, _ = looks.series(list(many["parallel"].unique()).index(parallel))
             for ranks, times in zip(line["ranks"], line["times one rank"], strict=True):
                 axes.barh(len(names), times, color=colour, height=0.7)
-                axes.text(times, len(names), f" {times:.2f}", va="center", fontsize=8)
+                label = axes.text(times, len(names), f" {times:.2f}", va="center", fontsize=8)
+                label.set_path_effects([withStroke(linewidth=3, foreground="white")])
                 of = [f"{parallel} on {ranks}", backend, _words(how), f"T {looks.length(tokens)}"]
                 names.append(", ".join(filter(None, [*of, model * (len(models) > 1)])))
         axes.set_yticks(range(len(names)), names)
@@ -107,7 +109,7 @@ def scaling(df, *, note: str = ""):
         axes.grid(False, axis="y")
         for ranks in sorted(set(many["ranks"]) - {1}):
             axes.axvline(ranks, color=GREY, ls="--", lw=1.1)
-        axes.set(xlabel="tokens a second, times one rank (dashed: perfect)", xlim=(0, 1.08 * most))
+        axes.set(xlabel="tokens a second, times one rank (dashed: perfect)", xlim=(0, 1.08 * far))
         looks.title(
             axes, f"Several ranks: {models[0]}" if len(models) == 1 else "Several ranks", note
         )
