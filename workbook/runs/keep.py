@@ -25,6 +25,7 @@ LEAST, ENDS = 4 * KIB, 2 * KIB  # bytes of a trial's evidence, of a log's head a
 TABLE = 128 * KIB  # bytes of a trial's table of measurements
 LOST = 5  # number of names in a sentence
 ID = re.compile(r"(?<![\w.])[0-9a-f]{12}(?:-\d+)?(?!\w)")
+COLOUR = re.compile(r"(\x1b\[[\d;]*m)")  # of a terminal
 # Files whose content evidence.json has as well, and hashes of files in the commit.
 ELSEWHERE = ("evidence.json", "sources.json", "flight-*", "locks-*", "loaded-*", "stacks-*")
 NOT_KEPT = ("report.html", "kernel.log", "trials")  # parts of a run
@@ -50,7 +51,11 @@ def keep(folder: str | Path) -> list[str]:
     if (notebook := folder / "notebook.ipynb").is_file():
         import nbformat
 
-        write_notebook(notebook, lighten(nbformat.read(notebook, as_version=4)))
+        small = lighten(nbformat.read(notebook, as_version=4))
+        for cell in small.cells:
+            for error in (x for x in cell.get("outputs", []) if x.output_type == "error"):
+                error.traceback = [_plain_paths(line) for line in error.traceback]
+        write_notebook(notebook, small)
     files = [path for path in folder.iterdir() if path.name not in NOT_KEPT and path.name[0] != "."]
     names = [path.relative_to(folder).as_posix() for path in (*files, *_kept(folder))]
     command = ["git", "-C", str(folder), "add", "--force", "--", *sorted(names)]
@@ -164,6 +169,12 @@ def without_paths(text: str) -> str:
     return re.sub(
         rf"(?<![\w.<>/~-])~?/{known}(?:{part}/)*?({part}/{part})(?![\w/@~+-])", r"\1", text
     )
+
+
+def _plain_paths(coloured: str) -> str:
+    """Shorten the paths in a traceback's line, whose colours would hide where they begin."""
+    parts = COLOUR.split(coloured)
+    return "".join(text if k % 2 else without_paths(text) for k, text in enumerate(parts))
 
 
 def named_in(folder: Path) -> str:

@@ -118,15 +118,19 @@ def test_keeping_adds_to_git_what_is_evidence_and_nothing_else(kept_run):
 
 
 @pytest.mark.processes
-def test_pictures_of_a_kept_notebook_have_few_colours(kept_run):
+def test_pictures_of_a_kept_notebook_have_few_colours_and_tracebacks_no_paths(kept_run):
     written, file = io.BytesIO(), kept_run / "notebook.ipynb"
     Image.radial_gradient("L").convert("RGB").save(written, "png")
     shown = {"image/png": base64.b64encode(written.getvalue()).decode()}
-    cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("display_data", shown)])
+    told = ["\x1b[36mFile \x1b[39m\x1b[32m/home/someone/nsa/model/train.py:7\x1b[39m, in run()"]
+    error = nbformat.v4.new_output("error", ename="E", evalue="e", traceback=told)
+    outputs = [nbformat.v4.new_output("display_data", shown), error]
+    cell = nbformat.v4.new_code_cell(outputs=outputs)
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), file)
     keep.keep(kept_run)
     once = file.read_bytes()
-    (output,) = nbformat.read(file, as_version=4).cells[0].outputs
+    output, error = nbformat.read(file, as_version=4).cells[0].outputs
+    assert "someone" not in error.traceback[0] and "model/train.py:7" in error.traceback[0]
     kept = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"])))
     assert kept.mode == "P" and kept.size == (256, 256)
     keep.keep(kept_run)

@@ -1,6 +1,7 @@
 """One cell: trained until it is done or time is up, resumed where it stopped, then evaluated."""
 
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -282,9 +283,12 @@ def _looked_at(
     if _selects(model.config):
         wanted = [n for n in (cell.tokens, *SELECTED_AT) if n <= amounts.longest * cell.tokens]
         for tokens in sorted({*wanted, *amounts.tensors}):
-            asked = tokens in amounts.tensors
-            keep = partial(_keep, folder / f"tensors-{tokens}") if asked else None
+            asked, part = tokens in amounts.tensors, folder / f"tensors-{tokens}.part"
+            keep = partial(_keep, part) if asked else None
             selected[str(tokens)] = selections(model, read(tokens), cell.precision, keep)
+            if asked:  # whole, now that every layer is there
+                shutil.rmtree(part.with_suffix(""), ignore_errors=True)
+                part.rename(part.with_suffix(""))
     found: dict[str, Any] = {"selections": selected}
     if model.config.attention == "dense":
         configs = {arm: replace(cell, arm=arm).config().nsa for arm in BLOCKS}

@@ -2,6 +2,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,9 +84,12 @@ def test_a_row_has_what_the_question_asks_for_and_is_not_made_twice(tmp_path, te
     assert run_cell(one, text, tmp_path, device="cpu") == json.loads(json.dumps(row))
 
 
-def test_tensors_are_saved_on_request_also_of_a_cell_that_is_done(tmp_path, text):
+def test_tensors_are_saved_on_request_also_of_a_cell_that_is_done(tmp_path, text, monkeypatch):
     one, asked = cell(), replace(FEW, tensors=(256,))
     row = run_cell(one, text, tmp_path, device="cpu", amounts=FEW)
+    with monkeypatch.context() as broken, pytest.raises(OSError):  # in the middle of the layers
+        broken.setattr(child.torch, "save", Mock(side_effect=[None, OSError("no space")]))
+        run_cell(one, text, tmp_path, device="cpu", amounts=asked)
     again = run_cell(one, text, tmp_path, device="cpu", amounts=asked)
     assert again["losses"] == row["losses"] and again["bits"] == row["bits"]
     files = sorted((tmp_path / one.name / "tensors-256").iterdir())
