@@ -34,7 +34,6 @@ LONGEST = 400  # lines of a file
 # Tests that are longer, until they are split with what they test.
 LONG_TESTS = {
     "tests/nsa/attention/test_backend_facts.py",
-    "tests/workbook/rooms/training/test_train_command.py",
     "tests/nsa/kernels/test_hopper.py",
     "tests/nsa/kernels/test_selected.py",
     "tests/nsa/model/test_model_cache.py",
