@@ -36,7 +36,6 @@ LONG_TESTS = {
     "tests/nsa/attention/test_backend_facts.py",
     "tests/nsa/kernels/test_hopper.py",
     "tests/nsa/kernels/test_selected.py",
-    "tests/nsa/model/test_model_cache.py",
     "tests/nsa/reference/test_reference.py",
     "tests/support/gluon_emulator.py",
 }
