@@ -36,7 +36,6 @@ LONG_TESTS = {
     "tests/nsa/attention/test_backend_facts.py",
     "tests/nsa/kernels/test_hopper.py",
     "tests/nsa/kernels/test_selected.py",
-    "tests/nsa/reference/test_reference.py",
     "tests/support/gluon_emulator.py",
 }
 THIN, THIN_FILES = 40, 32  # files with fewer lines, `__init__` aside, and how many there may be
