@@ -33,7 +33,6 @@ OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
 LONGEST = 400  # lines of a file
 # Tests that are longer, until they are split with what they test.
 LONG_TESTS = {
-    "tests/nsa/attention/test_backend_facts.py",
     "tests/nsa/kernels/test_hopper.py",
     "tests/nsa/kernels/test_selected.py",
     "tests/support/gluon_emulator.py",
