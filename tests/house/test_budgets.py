@@ -26,7 +26,7 @@ LINES = {
     "workbook/cli": (1912, 1150),
     "workbook": (42890, 25000),
     "whyhung": (11972, 8500),
-    "tests": (64649, 34000),
+    "tests": (64256, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
