@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.kernels.common import LOG2E
+from nsa.kernels.selected_plan import Plan, plan
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.sinks import Sunk, sunk_rows
 from nsa.reference.attend import without_sink
@@ -100,3 +101,9 @@ def assert_right(case: Case, given: dict[str, Tensor], got: dict[str, Tensor]) -
         results["lse2"] = results["lse2"].masked_fill(empty, 0.0)
     for name, value in got.items():
         assert_as_accurate(name, value, plain[name], exact[name], magnitude=10.0)
+
+
+def planned_for(case: Case) -> tuple[Given, Plan, Sequences]:
+    """Inputs of a case, and the plan of their blocks."""
+    given, sequences = case.draw(), case.sequences()
+    return given, plan(given["blocks"], sequences, case.group), sequences

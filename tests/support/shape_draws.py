@@ -1,18 +1,16 @@
-"""Shapes drawn by a seed, legal ones of every kind that kernels take, and calls that are not legal.
+"""Shapes drawn by a seed, of every kind that kernels take.
 
 A kernel is compiled for dims, group, dtype and config, so that these come out of a limited number
 of FORMS; tokens, sequences, layouts and branches are drawn freely for each shape.
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from cases import EVEN, ODD, SMALL, TINY, Case, Drawn, draw
 from torch import Tensor
 
-from nsa.attention.api import nsa_attention
 from nsa.config import NSAConfig
 from nsa.reference.nsa import BRANCHES
 
@@ -178,65 +176,3 @@ def _long(rng: random.Random, seed: int) -> Shape:
         form, tokens, rng.randint(1, fit), shared=rng.random() < 0.6,
         kernels=rng.choice(["auto", "warps"]), seed=seed,
     )  # fmt: skip
-
-
-def _call(device: str, *, config=(), dtype=torch.float16, **changes) -> Callable[[], Tensor]:
-    """A small call, legal but for what is changed: sizes, tensors or options."""
-
-    def run() -> Tensor:
-        made = NSAConfig(*config) if config else NSAConfig()
-        sizes = {"heads": 4, "kv_heads": 2, "dim": 64, "value_dim": 64, "batch": 1}
-        sizes |= {name: changes[name] for name in sizes if name in changes}
-        on = {"device": device, "dtype": dtype}
-        rows = sizes["batch"], 70
-        q = torch.ones(*rows, sizes["heads"], sizes["dim"], **on)
-        k = torch.ones(*rows, sizes["kv_heads"], sizes["dim"], **on)
-        v = torch.ones(*rows, sizes["kv_heads"], sizes["value_dim"], **on)
-        gates = torch.ones(*rows, sizes["heads"], 3, device=device)
-        given = {"q": q, "k": k, "v": v, "gates": gates, "config": made, "backend": "triton"}
-        for name, change in changes.items():
-            if name not in sizes:
-                given[name] = change(given[name]) if name in "qkv" or name == "gates" else change
-        return nsa_attention(**given)
-
-    return run
-
-
-def illegal(device: str) -> list[tuple[str, Callable[[], Tensor], str]]:
-    """(what is wrong, a call with it, a pattern of what its error has to name)."""
-
-    def bounds(*values: float, dtype=torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    def blocks(*shape: int, dtype=torch.int32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    def made(**changes) -> Callable[[], Tensor]:
-        return _call(device, **changes)
-
-    return [
-        ("D of 264", made(dim=264), "16..256.*264"),
-        ("DV of 300", made(value_dim=300), "16..256.*300"),
-        ("D of 8", made(dim=8), "16..256.*8"),
-        ("fp64", made(dtype=torch.float64), "bf16, fp16 or fp32.*float64"),
-        ("whole numbers", made(dtype=torch.int32), "int32"),
-        ("stride 12", made(config=(32, 12, 64)), "compress_stride=12"),
-        ("no room for forced blocks", made(config=(32, 16, 64, 2)), "select_count=2"),
-        ("no window", made(config=(32, 16, 64, 16, 1, 2, 0)), "window=0"),
-        ("l past l'", made(config=(128, 16, 64)), "compress_block=128.*select_block=64"),
-        ("heads", made(heads=5), "HQ=5.*HKV=2"),
-        ("heads of v", made(v=lambda v: v[:, :, :1]), "2 KV heads.* 1"),
-        ("dtype of k", made(k=lambda k: k.float()), "float32.*float16"),
-        ("device of v", made(v=lambda v: v.to("meta")), "meta"),
-        ("tokens of k", made(k=lambda k: k[:, :69]), "T=70.*T=69"),
-        ("gates", made(gates=lambda g: g[..., :2]), r"70, 4, 3.*70, 4, 2"),
-        ("whole gates", made(gates=lambda g: g.int()), "int32"),
-        ("end of cu_seqlens", made(cu_seqlens=bounds(0, 30, 69)), "30, 69.*70"),
-        ("order of cu_seqlens", made(cu_seqlens=bounds(0, 40, 30, 70)), "40, 30"),
-        ("dtype of cu_seqlens", made(cu_seqlens=bounds(0, 70, dtype=torch.float32)), "float32"),
-        ("packed batch", made(batch=2, cu_seqlens=bounds(0, 70)), "B=2"),
-        ("shape of blocks", made(blocks=blocks(1, 69, 2, 4)), r"1, 70, 2.*1, 69, 2, 4"),
-        ("dtype of blocks", made(blocks=blocks(1, 70, 2, 4, dtype=torch.int16)), "int16"),
-        ("a branch", made(branches=("cmp", "dense")), "dense"),
-        ("scale", made(scale=float("nan")), "scale=nan"),
-    ]

@@ -1,12 +1,10 @@
 """Judges shapes that are drawn by a seed: forward, selection and every gradient of the kernels.
 
 An illegal memory access ends a process's use of its GPU, so that shapes run in child processes,
-which name each on stderr before they begin it. Shapes that no kernel takes must be declined before
-a launch. `compute-sanitizer --target-processes all python -m pytest -m gpu
-tests/nsa/kernels/test_shapes.py -o addopts=""` looks at their memory as well.
+which name each on stderr before they begin it. `compute-sanitizer --target-processes all
+python -m pytest -m gpu tests/nsa/kernels/test_shapes.py -o addopts=""` looks at their memory too.
 """
 
-import re
 import sys
 import traceback
 
@@ -14,7 +12,7 @@ import torch
 from backend_calls import outcome
 from cases import Drawn
 from distributions import DEFINED, judged, kernels, selection
-from shape_draws import DTYPES, Shape, illegal
+from shape_draws import DTYPES, Shape
 from torch import Tensor
 
 from nsa.attention.api import nsa_attention
@@ -134,29 +132,3 @@ def in_turn(spec: dict) -> dict:
         if record["outcome"] != "ok":
             bad.append({"shape": shape.to_dict()} | record)
     return {"bad": bad}
-
-
-def declined(device: str) -> list[dict]:
-    """A record for each call that is not legal: declined by an error that names the values."""
-    from nsa.kernels import ops
-
-    plain, records = ops.attend, []
-
-    def launched(*_):
-        raise RuntimeError("it was launched")
-
-    ops.attend = launched
-    try:
-        for name, call, pattern in illegal(device):
-            record = {"illegal": name, "outcome": "not declined", "why": "it computed"}
-            try:
-                call()
-            except (ValueError, TypeError) as error:
-                named = re.search(pattern, " ".join(str(error).split()))
-                record |= {"outcome": "declined" if named else "unnamed", "why": str(error)}
-            except Exception as error:
-                record["why"] = f"{type(error).__name__}: {error}"
-            records.append(record)
-    finally:
-        ops.attend = plain
-    return records

@@ -1,11 +1,16 @@
-"""Corrections of what Triton's interpreter does otherwise than a GPU, for all kernels' tests."""
+"""Corrections of what interpreters do otherwise than a GPU, for all kernels' tests."""
 
+from functools import partial
+
+import gluon_emulator
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
 from backend_calls import DEVICE
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from nsa.kernels.hopper import launches
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +40,19 @@ def bfloat16_as_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Makes launches run, changed or not; on a GPU as they are."""
+
+    def emulating(seed: int = 0, change: gluon_emulator.Change = str) -> None:
+        if DEVICE == "cuda":
+            return
+        monkeypatch.setattr(launches, "compiles_for", lambda x: True)
+        run = partial(gluon_emulator.run, seed=seed, change=change)
+        monkeypatch.setattr(
+            launches, "launch", lambda kernel, grid, *a, **b: run(kernel, grid, *a, **b)
+        )
+
+    return emulating

@@ -4,12 +4,12 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import gluon_emulator
 import pytest
 import torch
 from backend_calls import DEVICE
+from hopper_cases import FEW, FINE, OF_BLOCKS, by_warps, scored, selected
 from processes import told_by
-from selected_cases import BRANCH, assert_right, with_sinks
+from selected_cases import BRANCH, assert_right
 from selected_cases import Case as Chosen
 from selection_cases import assert_selects_as_well, scores
 from span_cases import COMPRESSED, WINDOW, Case, Problem, check
@@ -19,9 +19,8 @@ from nsa.config import NSAConfig
 from nsa.kernels.hopper import first_use, launches
 from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import selected_forward
-from nsa.kernels.selected_plan import Plan, kept_plan, layout_of, plan
-from nsa.kernels.sequences import Axis, dense
-from nsa.kernels.span_fwd import span_forward
+from nsa.kernels.selected_plan import kept_plan, layout_of, plan
+from nsa.kernels.sequences import Axis
 from nsa.kernels.topk import select_blocks
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -40,7 +39,6 @@ CASES = [
 
 
 # Tiles of 16, 5, 4 and 1 tokens; a last one that is not full; tokens that selected nothing.
-OF_BLOCKS = {"select_block": 64, "dim": 64, "value_dim": 64, "dtype": "fp16"}
 CHOSEN = [
     Chosen((200,), group=4, kv_heads=2, slots=3, **OF_BLOCKS),
     Chosen((140, 140), group=12, slots=4, **OF_BLOCKS),
@@ -50,7 +48,6 @@ CHOSEN = [
 ]
 # Steps of 128 keys: none, one, two by one warpgroup each, an odd number; a last tile that is not
 # full; fewer slots than a power of two; a group of an odd number of heads.
-FINE = NSAConfig(2, 1, 4, 4, window=6)
 SCORED = [
     ((2, 252), FINE, 4, 2),
     ((1, 700), FINE, 2, 1),
@@ -58,74 +55,6 @@ SCORED = [
     ((1, 532), NSAConfig(4, 1, 4, 16, window=6), 8, 1),
     ((2, 12), FINE, 2, 1),
 ]
-FEW = Chosen((150,), group=4, slots=3, **OF_BLOCKS)  # of one head
-
-
-def plan_of(case: Chosen, given: dict) -> Plan:
-    """The plan of these blocks, made once: it is by Triton's kernels, whatever runs then."""
-    if "plan" not in given:
-        given["plan"] = plan(given["blocks"], case.sequences(), case.group)
-    return given["plan"]
-
-
-def selected(case: Chosen, given: dict, **options) -> dict[str, torch.Tensor]:
-    """o, lse2, dq and delta of the selected branch by specialized warps.
-
-    base and out, as of `selected_forward`, are of the forward alone.
-    """
-    sequences, q, k, v = case.sequences(), given["q"], given["k"], given["v"]
-    planned = plan_of(case, given)
-    gates, by, scale = given.get("gates"), options.pop("specialized", True), case.dim**-0.5
-    sink2, _ = with_sinks(given, q.new_empty(0))
-    o, lse2 = selected_forward(
-        q, k, v, planned, sequences, scale, gates=gates, specialized=by, sink2=sink2, **options
-    )
-    found = {"o": o, "lse2": lse2}
-    return found if options else found | selected_backward(case, given, o, lse2, by)
-
-
-def selected_backward(case: Chosen, given: dict, o, lse2, by=True) -> dict[str, torch.Tensor]:
-    """dq and delta alone, by what a forward left."""
-    sequences, (q, k, v, do) = case.sequences(), (given[name] for name in ("q", "k", "v", "do"))
-    planned = plan_of(case, given)
-    _, rows = with_sinks(given, lse2)
-    backward = q, k, v, do, rows.lse2, given.get("gates"), BRANCH, planned, sequences
-    dq, delta = selected_dq(*backward, case.dim**-0.5, o=o, kept=rows.kept, specialized=by)
-    return {"dq": dq, "delta": delta}
-
-
-def scored(sizes: tuple, config: NSAConfig, group: int, kv_heads: int, number: int = 0) -> tuple:
-    """Arguments of `select_blocks`."""
-    sequences, scale = dense(*sizes, config), 0.125
-    dtype = torch.float16 if number % 2 else torch.bfloat16
-    generator = torch.Generator(DEVICE).manual_seed(number)
-    drawn = partial(torch.randn, dtype=dtype, generator=generator, device=DEVICE)
-    q = drawn(sequences.tokens.rows, kv_heads * group, 64)
-    k_cmp = drawn(sequences.compressed.rows, kv_heads, 64)
-    along = compressed_span(config), sequences.tokens, sequences.compressed, scale
-    _, lse2 = span_forward(q, k_cmp, k_cmp, *along, specialized=False)
-    return q, k_cmp, lse2, sequences, scale
-
-
-@pytest.fixture
-def run(monkeypatch):
-    """Makes launches run, changed or not; on a GPU as they are."""
-
-    def emulating(seed: int = 0, change: gluon_emulator.Change = str) -> None:
-        if DEVICE == "cuda":
-            return
-        monkeypatch.setattr(launches, "compiles_for", lambda x: True)
-        run = partial(gluon_emulator.run, seed=seed, change=change)
-        monkeypatch.setattr(
-            launches, "launch", lambda kernel, grid, *a, **b: run(kernel, grid, *a, **b)
-        )
-
-    return emulating
-
-
-def by_warps(case: Case, number: int) -> Case:
-    dtype = torch.float16 if number % 2 else torch.bfloat16
-    return Case(**{**vars(case), "tile": None, "specialized": True, "dtype": dtype})
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -346,154 +275,6 @@ def test_long_selections_come_out_as_by_tritons_kernel_and_the_same_every_time(t
         for _ in range(10):
             again = selected(case, given)
             assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-# What each kernel could have wrong of what its warps tell each other.
-FULL, EMPTY, NOT = "mbarrier.wait(full", "mbarrier.wait(empty", "pass  #"
-BACK = "mbarrier.arrive(v_empty.index(before))"
-KEYS_BACK = "mbarrier.arrive(k_empty.index(before))"
-TURN = "number // gl.num_programs(0)"
-# Of kernels that have keys and values in rings, and scores in flight.
-RINGS = [
-    ("reads keys that are not there yet", "mbarrier.wait(k_full", NOT),
-    ("reads values that are not there yet", "mbarrier.wait(v_full", NOT),
-    ("overwrites keys that are in use", "mbarrier.wait(k_empty", NOT),
-    ("overwrites values that are in use", "mbarrier.wait(v_empty", NOT),
-    ("gives values back before they are summed",
-     "acc = warpgroup_mma_wait(0, deps=[acc])\n" + 12 * " " + BACK,
-     BACK + "\n" + 12 * " " + "acc = warpgroup_mma_wait(0, deps=[acc])"),
-    ("reads scores in flight", "s = warpgroup_mma_wait(1", "s = warpgroup_mma_wait(2"),
-]  # fmt: skip
-FAULTS = {
-    "dkdv": [
-        ("reads a stage that is not there yet",
-         f"{FULL}.index(stage), (n // STAGES) & 1)\n            s", "s"),
-        ("waits for the stage before", "(n // STAGES) & 1)", "(n // STAGES + 1) & 1)"),
-        ("overwrites a stage that is in use", EMPTY, NOT),
-        ("gives a stage back twice", "            n += 1\n        let_by", "            n += 1\n"
-         "            mbarrier.arrive(empty.index(stage))\n        let_by"),
-        ("never gives it back", "            mbarrier.arrive(empty.index(stage))\n            n",
-         "            n"),
-        ("reads keys before they are there", "mbarrier.wait(loaded, 0)", "pass"),
-        ("gives a stage back before its sums", "dk_acc, dv_acc = warpgroup_mma_wait(0,",
-         "dk_acc, dv_acc = warpgroup_mma_wait(1,"),
-        ("expects too few bytes", "* 4)", "* 4 - 4)"),
-    ],
-    "dq": [
-        ("reads a stage that is not there yet", FULL, NOT),
-        ("overwrites a stage that is in use", EMPTY, NOT),
-        ("reads queries before they are there", "mbarrier.wait(q_full", NOT),
-        ("overwrites queries that are in use", "mbarrier.wait(empty.index(side)", NOT),
-        ("never gives queries back", "mbarrier.arrive(q_empty", NOT),
-        ("takes every tile for the first", TURN, "0"),
-        ("forgets the steps of the tiles before", "behind += steps", "pass"),
-    ],
-    "forward": [
-        *RINGS,
-        ("takes every tile for the first", TURN, "0"),
-        ("forgets the steps of the tiles before", "behind += steps", "pass"),
-    ],
-    "scores": [
-        ("reads queries that are not there yet", "mbarrier.wait(q_full", NOT),
-        ("overwrites queries that are in use", EMPTY, NOT),
-        RINGS[0],
-        RINGS[2],
-        RINGS[5],
-        ("gives queries back in flight", "s = warpgroup_mma_wait(0", "s = warpgroup_mma_wait(1"),
-        ("expects too few bytes", "* 2 + 4)", "* 2)"),
-        ("reads the other half before it is there", "mbarrier.wait(handed_full", NOT),
-        ("overwrites the half that is not read yet", "mbarrier.wait(handed_empty", NOT),
-        ("forgets the steps of the tiles before", "behind += mine", "pass"),
-        ("takes an odd step's queries for the next", "let_by(n, n + over", "let_by(n, n"),
-        ("forgets what reaches into the other half", "to_open + left_over", "to_open"),
-        ("forgets the other half", "_merge(best, others)", "best"),
-    ],
-    "selected": [
-        ("reads keys that are not there yet", FULL, NOT),
-        *RINGS[1:],
-        ("reads the other warpgroup's blocks", "SIDE * STAGES", "0"),
-        ("takes every tile's first block for the first of all", "        n += 1\n\n", "\n"),
-        ("takes the next block's tokens for this one's", "m, this, these,", "m, block, member,"),
-    ],
-    "selected_dq": [
-        ("reads keys and values that are not there yet", FULL, NOT),
-        ("reads keys when values are there", "k_at, k_full, n", "k_at, v_full, n"),
-        ("reads values when keys are there", "v_at, v_full, n", "v_at, k_full, n"),
-        *RINGS[2:4],
-        ("gives keys back before they are summed",
-         "acc = warpgroup_mma_wait(0, deps=[acc])\n" + 16 * " " + KEYS_BACK,
-         KEYS_BACK + "\n" + 16 * " " + "acc = warpgroup_mma_wait(0, deps=[acc])"),
-        ("gives values back in flight", "dp = warpgroup_mma_wait(1", "dp = warpgroup_mma_wait(2"),
-        ("reads scores in flight", "s = warpgroup_mma_wait(2", "s = warpgroup_mma_wait(3"),
-        ("reads the other warpgroup's keys", "SIDE * K_STAGES", "0"),
-        ("takes every tile's first block for the first of all", "n += 1\n            if kept",
-         "if kept"),
-        ("sums the keys of this step for those before", "k_at.index(before)", "k_at.index(stage)"),
-        ("fetches tiles of few keys once", "steps *= rounds", "pass  #"),
-        ("takes the second time with the first's delta", "shift = shift + beyond", "pass"),
-    ],
-}  # fmt: skip
-EACH = [(kernel, *fault) for kernel, faults in FAULTS.items() for fault in faults]
-
-
-class Right:
-    """A problem of several steps a program, and what each kernel makes of it."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.given = FEW.draw()
-        self.chosen = selected(FEW, self.given, base=None)
-        self.problem = Problem(by_warps(Case((640,), Span(lookback=640), 1, 1, 64, 64), 0))
-        _, self.lse2 = self.problem.forward()
-        _, self.delta = self.problem.dq(self.lse2)
-        self.scored = scored((1, 800), FINE, 2, 1)
-
-    def of(self, kernel: str) -> torch.Tensor:
-        if kernel == "scores":
-            return select_blocks(*self.scored, specialized=True)
-        if kernel == "selected":
-            return selected(FEW, self.given, base=None)["o"]
-        if kernel == "selected_dq":
-            return selected_backward(FEW, self.given, **self.chosen)["dq"]
-        if kernel == "forward":
-            return self.problem.forward()[0]
-        if kernel == "dq":
-            return self.problem.dq(self.lse2)[0]
-        return self.problem.dkdv(self.lse2, self.delta)[0]
-
-
-@pytest.fixture(scope="module")
-def right() -> dict:
-    return {}
-
-
-@pytest.mark.full
-@emulated
-@pytest.mark.parametrize(
-    ("kernel", "what", "of", "by"), EACH, ids=[f"{x[0]}: {x[1]}" for x in EACH]
-)
-def test_the_emulator_finds_what_a_kernel_may_have_wrong(run, right, kernel, what, of, by):
-    run()
-    if not right:
-        right["problem"] = Right()
-    problem, changed = right["problem"], []
-    if kernel not in right:
-        right[kernel] = problem.of(kernel)
-
-    def change(source: str) -> str:
-        changed.append(of in source)
-        return source.replace(of, by)
-
-    for seed in range(6):
-        run(seed=100 * seed, change=change)
-        try:
-            found = problem.of(kernel)
-        except (AssertionError, IndexError):
-            return
-        assert any(changed), f"{of} is in none of {kernel}'s functions"
-        if not torch.equal(found, right[kernel]):
-            return
-    raise AssertionError(f"a kernel that {what} was not found out")
 
 
 def refused(kernel="dq", tokens=128, **changes):

@@ -7,8 +7,11 @@ import pytest
 import shapes
 import torch
 from backend_calls import DEVICE
+from cases import Case, draw
 from shape_draws import BRANCHES, Form, Shape, legal
 
+from nsa.attention.api import nsa_attention
+from nsa.attention.registry import Declined
 from nsa.config import NSAConfig
 from whyhung.process.trial import run_child
 from workbook.lab.sweep import measure
@@ -100,7 +103,18 @@ def test_shapes_are_judged_in_a_process_that_names_them(tmp_path):
     assert str(SMALL) in (tmp_path / "stderr.txt").read_text()
 
 
-def test_what_no_kernel_takes_is_declined_by_name_before_a_launch():
-    records = shapes.declined(DEVICE)
-    assert len(records) >= 15
-    assert {record["outcome"] for record in records} == {"declined"}, records
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "message"),
+    [
+        ({"dim": 264}, torch.float16, "D and DV in 16..256, got 264 and 16"),
+        ({"value_dim": 300}, torch.float16, "D and DV in 16..256, got 16 and 300"),
+        ({"dim": 8}, torch.float16, "D and DV in 16..256, got 8 and 16"),
+        ({}, torch.float64, "bf16, fp16 or fp32, got torch.float64"),
+    ],
+)
+def test_what_no_kernel_takes_is_declined_before_a_launch(sizes, dtype, message, monkeypatch):
+    """What no backend takes is refused in tests/nsa/attention/test_inputs.py."""
+    monkeypatch.setattr("nsa.kernels.ops.attend", lambda *_: pytest.fail("it was launched"))
+    args, kwargs = draw(Case(20, **sizes), dtype, DEVICE).arguments()
+    with pytest.raises(Declined, match=message):
+        nsa_attention(*args, **kwargs, backend="triton")

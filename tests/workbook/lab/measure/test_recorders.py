@@ -99,19 +99,6 @@ def quadratic(tokens):
     return recorded(forward, [weight])
 
 
-@pytest.mark.full
-def test_a_planted_t_by_t_buffer_is_an_activation_that_grows_as_t_squared():
-    small, large = (quadratic(tokens)["held"]["activations"] for tokens in (128, 256))
-    assert 4 * 256**2 <= large <= 1.02 * 4 * 256**2
-    assert 3.9 < large / small < 4.05
-
-
-def test_what_the_forward_frees_is_temporary():
-    forward = quadratic(256)["by_phase_category"]["forward"]
-    assert 0 <= forward["temporaries"] - 3 * 4 * 256**2 < 64  # and a sum or two
-    assert forward["activations"] == 0
-
-
 def test_a_buffer_made_in_the_backward_is_temporary():
     class Doubled(torch.autograd.Function):
         @staticmethod

@@ -193,11 +193,3 @@ def asked_raw(make):
             seen.begin(i)
             seen.end(i, subject.step(i))
         return seen.results()
-
-
-def test_hooks_are_gone_afterwards():
-    subject = healthy.Longer({})
-    with Watch(CHEAP, subject) as seen:
-        seen.begin(0)
-        seen.end(0, subject.step(0))
-    assert isinstance(subject.model, nn.Module) and not subject.model._forward_pre_hooks

@@ -93,7 +93,7 @@ def test_losses_are_those_of_a_training_that_nobody_watches_and_every_hook_is_go
     assert torch.autograd.backward is backward
     assert gc.get_freeze_count() <= frozen
     assert not subject.model["first"].weight._post_accumulate_grad_hooks
-    assert not subject.model._forward_hooks
+    assert not subject.model._forward_hooks and not subject.model._forward_pre_hooks
 
 
 UNREACHED = "first.weight: step 0: no gradient for 2 parameters: the loss does not reach first."

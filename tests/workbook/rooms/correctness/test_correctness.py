@@ -282,12 +282,3 @@ def test_figures_are_drawn_of_what_there_is(drawn):
         plots.importance_of(drawn, 64)
     shown = table.killers([RIGHTLY, WRONGLY], [])
     assert shown["run here"].to_dict() == {"window-leak": "not in this run"}
-
-
-@pytest.mark.processes
-@pytest.mark.long  # notebook 00 teaches one and runs a killer
-def test_a_mutant_is_taught_and_its_killer_run():
-    rows = gallery.learn(["compressed-block-seen-too-early"], tokens=64)
-    assert [row["as_expected"] for row in rows] == [True, False]
-    killed = gallery.kill(["window-off-by-one"])
-    assert killed[0]["outcome"] == "killed", killed

@@ -355,7 +355,7 @@ def test_the_text_has_a_column_for_each_kind_that_was_found():
     assert lines[1].split() == ["HANG", "1", "1"]
 
 
-# A hang and a control; notebook 07 plants ten, SORTS below has seventeen.
+# A hang and a control; notebook 07 plants ten, the test below all but programs.
 FEW = ["lock_reentered", "healthy"]
 
 
@@ -368,20 +368,12 @@ def test_a_few_faults_and_controls_end_to_end(tmp_path):
     assert len(kept) == len(FEW)
 
 
-# One of each sort of verdict, and of controls those that look most like a fault.
-SORTS = """
-    argmax, empty softmax row, changed recomputation, segfault, native loop, GIL held asleep,
-    loader asleep, kept graph, kept losses, quadratic buffer, recompilations, rank's own branch,
-    slow loop at 100 % CPU, one-off allocation
-"""
-SORTS = [name.strip() for name in SORTS.split(",")]
-
-
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", [SORTS, pytest.param([], marks=pytest.mark.long)])
-def test_whatever_is_planted_on_a_machine_without_a_gpu_is_named(names, tmp_path):
-    rows = selfcheck.check(chosen(names, ["planted"]), gpus=0, folder=tmp_path)
+def test_whatever_is_planted_on_a_machine_without_a_gpu_is_named(tmp_path):
+    every_one = chosen(groups=["planted", "slow", "fails"])
+    rows = selfcheck.check(every_one, gpus=0, folder=tmp_path)
+    assert sum(not r.skipped for r in rows) >= 40
     assert [str(r) for r in rows if r.missed] == []
     assert not [r.name for r in rows if r.control and r.ever("HANG")]

@@ -157,18 +157,6 @@ def test_two_ranks_bear_out_every_claim_in_one_launch(traced):
     assert record["status"] == "ok" and record["result"]["losses"]
 
 
-@pytest.mark.processes
-@pytest.mark.long
-def test_only_the_arrival_lists_show_a_rank_branch(traced):
-    found, _ = traced
-    ranks = found.of("rank branch")
-    assert [row["status"] for row in ranks] == ["ok", "ok"]
-    assert ranks[0]["weights"] == ranks[1]["weights"] and ranks[0]["losses"] == ranks[1]["losses"]
-    missing = {row["rank"] for row in found.arrivals
-               if row["trial"] == "rank branch" and row["state"] == "missing"}  # fmt: skip
-    assert missing == {1}
-
-
 def test_a_shard_of_zeros_is_no_dead_gradient():
     def record(*states):
         rows = [{"step": 1, "parameter": f"p{n}", "state": s} for n, s in enumerate(states)]

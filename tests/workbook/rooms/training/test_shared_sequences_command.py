@@ -6,25 +6,13 @@ import sys
 
 import pytest
 from processes import environment_with_package
+from train_commands import TINY
 
 from workbook.cli import main as cli
 from workbook.lab.estimate.estimate import estimate
 from workbook.lab.training import TrainingSpec
 
-TINY = [
-    *("train", "--preset", "cpu_test", "--set", "layers=1", "--set", "dim=32", "--set", "heads=4"),
-    *("--set", "kv_heads=2", "--set", "head_dim=8", "--set", "backend=gather"),
-    *("--data", "synthetic", "--device", "cpu", "--batch", "4", "--tokens", "128"),
-]
 CP = ["--cp", "2"]
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -40,7 +28,7 @@ def place(tmp_path, monkeypatch):
     ],
 )
 def test_bad_input_is_one_clear_line_and_makes_no_run(place, capsys, words, message):
-    assert cli.main([*TINY, *words]) == 2
+    assert cli.main([*TINY, "--tokens", "128", *words]) == 2
     assert message in capsys.readouterr().err
     assert not list(place.iterdir())
 
@@ -50,13 +38,16 @@ def test_bad_input_is_one_clear_line_and_makes_no_run(place, capsys, words, mess
 @pytest.mark.slow
 def test_ranks_that_share_sequences_train_as_one_process_which_resumes_them(place):
     words = ["--ranks", "2", "--parallel", "fsdp", *CP, "--steps", "2", "--into", "two"]
-    command = [sys.executable, "-m", "nsa", *TINY, *words]
+    command = [sys.executable, "-m", "nsa", *TINY, "--tokens", "128", *words]
     options = {"env": environment_with_package(), "capture_output": True, "text": True}
     ended = subprocess.run(command, timeout=280, **options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert json.loads((place / "two" / "job.json").read_text())["cp"] == 2
-    assert cli.main([*TINY, "--steps", "3", "--into", "one"]) == 0
-    assert cli.main([*TINY, "--steps", "3", "--resume", "two", "--into", "more"]) == 0
+    assert cli.main([*TINY, "--tokens", "128", "--steps", "3", "--into", "one"]) == 0
+    assert (
+        cli.main([*TINY, "--tokens", "128", "--steps", "3", "--resume", "two", "--into", "more"])
+        == 0
+    )
 
     def losses(run):
         lines = (place / run / "losses.csv").read_text().splitlines()[1:]

@@ -1,115 +1,19 @@
 """`nsa train`: what it refuses, what it leaves in a run's folder, and what becomes of its ranks."""
 
 import json
-import os
-import signal
 import socket
-import subprocess
 import sys
-import threading
-import time
 
 import pytest
 import torch
-from processes import free_port
+from train_commands import TINY, Started, losses_of, record, rows, torchrun
 
 from nsa.model import saving
 from nsa.model.presets import preset
 from nsa.model.train_config import TrainConfig
-from whyhung.process import family
 from workbook.cli import main as cli
-from workbook.lab.observers.beat import Heartbeat
 from workbook.lab.observers.deferred import SAMPLED
 from workbook.rooms.training.job import EVALUATION_BATCHES, Job, evaluation, source_of
-
-TINY = [
-    *("train", "--preset", "cpu_test", "--set", "layers=1", "--set", "dim=32", "--set", "heads=4"),
-    *("--set", "kv_heads=2", "--set", "head_dim=8", "--set", "backend=gather"),
-    *("--data", "synthetic", "--device", "cpu", "--batch", "4", "--tokens", "48"),
-]
-FOREVER = ["--steps", "1000000", "--eval-every", "2", "--into", "r"]
-ENDS_S = 240  # on a machine with much else to do; alone it takes a few
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
-def record(folder):
-    return json.loads((folder / "record.json").read_text())
-
-
-def rows(file):
-    return [line.split(",") for line in file.read_text().splitlines()[1:]]
-
-
-def losses_of(folder):
-    return [float(loss) for _, loss, _ in rows(folder / "losses.csv")]
-
-
-class Started:
-    """A command in a family of its own, so that whoever it leaves behind is found."""
-
-    def __init__(self, command, folder):
-        self.cookie = family.new_cookie()
-        env = family.environment(os.environ | {"OMP_NUM_THREADS": "1"}, self.cookie)
-        env.pop("RANK", None)
-        out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.process = subprocess.Popen(command, env=env, cwd=folder, **out)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        family.end_family(self.cookie)
-        self.process.wait()
-        self.process.stdout.close()
-
-    def wait_for(self, there):
-        """Until `there` returns something, which is returned."""
-        deadline = time.monotonic() + 2 * ENDS_S
-        while not (found := there()):
-            assert self.process.poll() is None, self.process.stdout.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        return found
-
-    def ended(self):
-        """(exit code, what was printed), and nobody of the family is left."""
-        printed = self.process.communicate(timeout=ENDS_S)[0]
-        assert family.family(self.cookie) == set()
-        return self.process.returncode, printed
-
-
-def nsa(*words):
-    return [sys.executable, "-m", "nsa", *TINY, *words]
-
-
-def torchrun(*words):
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [*run, "-m", "nsa", *TINY, *words]
-
-
-def pid_in_step(folder, rank):
-    """The rank's process, once it trains; 0 before."""
-    beats = folder / f"beats{rank}.jsonl"
-    if not beats.is_file() or '"step": ' not in beats.read_text():
-        return 0
-    lines = [json.loads(line) for line in beats.read_text().splitlines()]
-    evaluations = folder / "evaluations.csv"  # of two, a checkpoint lies between
-    return lines[0]["pid"] if evaluations.is_file() and len(rows(evaluations)) > 1 else 0
-
-
-def after_killing(rank, command, place):
-    """(exit code, what was printed) of the command, one of whose ranks was killed as it trained."""
-    with Started(command, place) as job:
-        os.kill(job.wait_for(lambda: pid_in_step(place / "r", rank)), signal.SIGKILL)
-        return job.ended()
-
 
 NCCL = ["--ranks", "4", "--dist-backend", "nccl", "--device", "auto"]
 BAD_INPUT = [
@@ -256,137 +160,6 @@ def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
     assert cli.main(["show", "first"]) == 0
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("error", "status", "reason"),
-    [
-        (RuntimeError("no memory left"), "failed", "RuntimeError: no memory left"),
-        (KeyboardInterrupt(), "interrupted", "the job was interrupted (Ctrl-C)"),
-    ],
-    ids=["an exception", "Ctrl-C"],
-)
-def test_what_ends_it_in_the_middle_is_recorded(place, capsys, monkeypatch, error, status, reason):
-    def broken(*_, **__):
-        raise error
-
-    monkeypatch.setattr("nsa.model.train.Trainer.evaluate", broken)
-    assert cli.main([*TINY, "--steps", "4", "--eval-every", "2", "--into", "r"]) == 1
-    assert f"reason   {reason}" in capsys.readouterr().out
-    ended = record(place / "r")
-    assert ended["status"] == status
-    assert len(rows(place / "r" / "losses.csv")) == 2, "what came before is kept"
-    if status == "failed":
-        assert ended["first_failure"]["rank"] == 0
-        assert "raise error" in ended["first_failure"]["traceback"]
-        assert "raise error" in (place / "r" / "rank0.log").read_text()
-
-
-@pytest.mark.processes
-def test_a_diverging_run_ends_at_once_with_its_cause_and_keeps_its_last_good_checkpoint(
-    place, capsys
-):
-    words = ["--lr", "1e9", "--save-every", "1", "--into", "r"]
-    assert cli.main([*TINY, *words]) == 1
-    printed = capsys.readouterr().out
-    assert "r: failed" in printed and "step 1: the gradient norm is nan" in printed
-    assert "gradients of 18 of 20 parameters" in printed and "--lr, now 1e+09" in printed
-    assert "try      --resume r" in printed
-    ended = record(place / "r")
-    assert ended["stop_reason"] == "non_finite" and ended["result"]["steps"] == 2
-    assert rows(place / "r" / "losses.csv")[1][2] == "nan"
-    (kept,) = saving.checkpoints(place / "r" / "checkpoints")
-    state = saving.read(kept)
-    assert state["steps_done"] == 1 and all(x.isfinite().all() for x in state["model"].values())
-
-    assert cli.main([*TINY, *words[:2], "--nonfinite", "skip", "--max-skips", "3"]) == 1
-    printed = capsys.readouterr().out
-    assert "step 4: the gradient norm is nan, as were 3 steps in a row before it" in printed
-
-
-@pytest.mark.processes
-def test_weights_that_are_not_finite_are_never_saved(place, capsys, monkeypatch):
-    class Breaking(Heartbeat):
-        def on_start(self, trainer):
-            super().on_start(trainer)
-            self.weight = trainer.model.embed_tokens.weight
-
-        def on_phase(self, name, step):
-            super().on_phase(name, step)
-            if (name, step) == ("end", 1):
-                self.weight.data[0, 0] = float("inf")
-
-    monkeypatch.setattr("workbook.rooms.training.job.Heartbeat", Breaking)
-    assert cli.main([*TINY, "--save-every", "1", "--into", "r"]) == 1
-    printed = capsys.readouterr().out
-    assert (
-        "step 1 left weights that are not finite; parameter embed_tokens.weight already" in printed
-    )
-    assert record(place / "r")["stop_reason"] == "non_finite"
-    (kept,) = saving.checkpoints(place / "r" / "checkpoints")
-    assert kept.name == "step-000001.pt"
-
-
-@pytest.mark.processes
-def test_a_halted_run_is_ok_saves_and_can_be_resumed(place, capsys):
-    (place / "stop").write_text("lunch")
-    refused = [*TINY, "--halt-file", "stop"]
-    assert cli.main(refused) == 2
-    assert "--halt-file stop is there already; remove it first" in capsys.readouterr().err
-    (place / "stop").unlink()
-
-    class Touching(Heartbeat):
-        def on_phase(self, name, step):
-            super().on_phase(name, step)
-            if (name, step) == ("data", 1):
-                (place / "r" / "HALT").write_text("lunch")
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("workbook.rooms.training.job.Heartbeat", Touching)
-        words = ["--save-every", "50", "--steps", "9", "--into", "r"]
-        assert cli.main([*TINY, *words]) == 0
-    assert "after step 1: the halt file r/HALT asked for it: lunch" in capsys.readouterr().out
-    ended = record(place / "r")
-    assert (ended["status"], ended["stop_reason"]) == ("ok", "halted")
-    assert saving.newest(place / "r" / "checkpoints")["steps_done"] == 2
-    assert cli.main([*TINY, "--steps", "3", "--resume", "r", "--into", "more"]) == 0
-
-
-@pytest.mark.processes
-def test_a_guard_ends_the_run_with_a_checkpoint_and_its_warnings_are_kept(place, capsys):
-    words = ["--guard", "memory=1MiB:warn,2MiB:stop", "--save-every", "50", "--into", "r"]
-    assert cli.main([*TINY, *words]) == 1
-    printed = capsys.readouterr().out
-    assert "r: failed" in printed and "(guard memory=2 MiB:stop)" in printed
-    ended = record(place / "r")
-    assert ended["stop_reason"] == "memory" and ended["result"]["stop"]["step"] == 0
-    assert [one["guard"] for one in ended["result"]["warnings"]] == ["memory"]
-    assert saving.newest(place / "r" / "checkpoints")["steps_done"] == 1
-    assert cli.main([*TINY, "--guard", "memory=99999GiB:stop"]) == 2
-    assert "can never be reached: this machine has" in capsys.readouterr().err
-    assert not any(thread.name.startswith("nsa:") for thread in threading.enumerate())
-
-
-@pytest.mark.real_starts
-@pytest.mark.processes
-@pytest.mark.slow
-def test_two_ranks_end_in_order_each_with_the_cause_in_its_record(place):
-    with Started(nsa("--lr", "1e9", "--ranks", "2", "--into", "r"), place) as job:
-        code, printed = job.ended()
-    assert code == 1 and "step 1: the gradient norm is nan" in printed and "try " in printed
-    assert record(place / "r")["stop_reason"] == "non_finite"
-    told = [json.loads((place / "r" / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert [one["state"] for one in told] == ["ok", "ok"] and told[0]["stop"] == told[1]["stop"]
-    assert len(told[0]["stop"]["causes"]) == 2
-
-
-@pytest.mark.processes
-def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, capsys, monkeypatch):
-    monkeypatch.setattr("workbook.rooms.training.ranks.launch", lambda *_, **__: {})
-    assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
-    assert "no rank says why torchrun failed; see torchrun.log" in capsys.readouterr().out
-    assert record(place / "r")["status"] == "failed"
-
-
 def test_so_many_profiled_steps_are_those_behind_the_warm_up_or_the_last():
     def steps(profile, count=100, first=0, **train):
         train = TrainConfig(batch=1, tokens=4, steps=count, **train)
@@ -461,28 +234,6 @@ def test_training_needs_no_package_but_torch(place, monkeypatch):
 
 
 @pytest.mark.processes
-@pytest.mark.full
-def test_a_killed_rank_takes_the_job_down_and_is_named(place):
-    """Two ranks under `nsa train --ranks 2`; rank 0, which writes all files, is the one killed."""
-    with Started(nsa(*FOREVER, "--save-every", "2", "--ranks", "2"), place) as job:
-        pid = job.wait_for(lambda: pid_in_step(place / "r", 0))
-        os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        code, printed = job.ended()
-        assert time.monotonic() - killed < ENDS_S / 2
-    assert code == 1 and "rank 0 failed first: was killed by SIGKILL" in printed
-    ended = record(place / "r")
-    assert ended["status"] == "failed" and ended["stop_reason"] == "rank_died"
-    assert ended["first_failure"]["rank"] == 0
-    assert saving.newest(place / "r" / "checkpoints")["steps_done"] >= 2
-    losses = losses_of(place / "r")
-    assert (place / "r" / "rank1.log").is_file()
-    assert cli.main([*TINY, "--steps", "2", "--into", "one"]) == 0
-    one = losses_of(place / "one")
-    assert losses[:2] == pytest.approx(one, rel=1e-6), "two ranks train on one process's numbers"
-
-
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kind):
@@ -506,72 +257,3 @@ def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kin
         [float(norm) for *_, norm in rows(place / run / "losses.csv")] for run in ("two", "one")
     )
     assert of_ranks == pytest.approx(whole[:3], rel=1e-4), "norms are the whole model's"
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_under_torchrun_who_is_left_names_the_killed_rank(place):
-    code, _ = after_killing(1, torchrun(*FOREVER, "--parallel", "ddp"), place)
-    assert code != 0
-    ended = record(place / "r")
-    assert ended["status"] == "failed" and ended["first_failure"]["rank"] == 1
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_ctrl_c_while_checkpoints_are_written_leaves_a_good_one_and_no_process(place):
-    words = [*FOREVER, "--save-every", "1", "--eval-every", "1"]
-    with Started(nsa(*words, "--ranks", "2"), place) as job:
-        job.wait_for(lambda: pid_in_step(place / "r", 1))
-        job.process.send_signal(signal.SIGINT)
-        code, printed = job.ended()
-    assert code == 1 and "Traceback" not in printed
-    assert record(place / "r")["stop_reason"] == "interrupted"
-    folder = place / "r" / "checkpoints"
-    assert saving.newest(folder)["steps_done"] >= 1
-    assert not list(folder.glob("*.part"))
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_one_process_that_is_asked_to_end_says_so(place):
-    with Started(nsa(*FOREVER), place) as job:
-        job.wait_for(lambda: pid_in_step(place / "r", 0))
-        job.process.terminate()
-        code, printed = job.ended()
-    assert code == 128 + signal.SIGTERM
-    last = "nsa: the job was asked to end (SIGTERM); r holds what there is"
-    assert printed.splitlines()[-1] == last
-    assert record(place / "r")["stop_reason"] == "terminated"
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_killed_supervisor_leaves_no_rank_behind(place):
-    with Started(nsa(*FOREVER, "--ranks", "2", "--port", str(free_port())), place) as job:
-        job.wait_for(lambda: pid_in_step(place / "r", 1))
-        job.process.kill()
-        deadline = time.monotonic() + ENDS_S / 2
-        while family.family(job.cookie):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_bad_input_that_only_a_rank_can_see_exits_with_2(place):
-    (place / "cut.pt").write_bytes(b"PK")
-    with Started(nsa("--ranks", "2", "--resume", "cut.pt", "--into", "r"), place) as job:
-        code, printed = job.ended()
-    assert code == 2 and "is truncated or no checkpoint at all" in printed
-    assert "Traceback" not in printed
-    assert record(place / "r")["first_failure"]["how"] == "bad input"
-
-
-@pytest.mark.gpus2
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_rank_killed_under_nccl_takes_the_job_down_and_is_named(place, kind):
-    words = [*FOREVER, "--ranks", "2", "--parallel", kind, "--device", "cuda"]
-    words += ["--precision", "bf16", "--dist-backend", "nccl"]
-    code, printed = after_killing(1, nsa(*words), place)
-    assert code == 1 and "rank 1 failed first: was killed by SIGKILL" in printed

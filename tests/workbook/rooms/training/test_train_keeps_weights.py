@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_train_command import TINY, Started, nsa
+from train_commands import TINY, Started, nsa
 
 from nsa import load_model
 from nsa.model import saving

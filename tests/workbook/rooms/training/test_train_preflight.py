@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
+from train_commands import TINY
 
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
@@ -21,12 +22,6 @@ from workbook.lab.options import Options, Steps
 from workbook.rooms.training import preflight as checks
 from workbook.rooms.training.job import Job
 
-TINY = [
-    *("train", "--preset", "cpu_test", "--set", "layers=1", "--set", "dim=32", "--set", "heads=4"),
-    *("--set", "kv_heads=2", "--set", "head_dim=8", "--set", "backend=gather"),
-    *("--data", "synthetic", "--device", "cpu", "--batch", "4", "--tokens", "48", "--steps", "1"),
-]
-
 
 def job(train=None, model="cpu_test", **changes):
     config = preset(model, **changes.pop("changed", {}))
@@ -40,14 +35,6 @@ def states(found):
 
 def texts(found, state):
     return [finding.text for finding in found if finding.state == state]
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
 
 
 @pytest.fixture
@@ -272,16 +259,16 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused(place, monkeypatch):
 @pytest.mark.processes
 def test_a_refused_run_leaves_nothing_and_warn_and_off_let_it_pass(place, capsys, monkeypatch):
     monkeypatch.setattr(checks.preflight, "free_ram", lambda: 1000)
-    assert cli.main([*TINY, "--into", "r"]) == 2
+    assert cli.main([*TINY, "--steps", "1", "--into", "r"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("nsa: preflight: weights, gradients and moments take")
     assert error.count("\n") == 1 and not (place / "r").exists()
-    assert cli.main([*TINY, "--into", "warned", "--preflight", "warn"]) == 0
+    assert cli.main([*TINY, "--steps", "1", "--into", "warned", "--preflight", "warn"]) == 0
     assert "nsa: preflight: weights" in capsys.readouterr().err
     stored = json.loads((place / "warned" / "preflight.json").read_text())
     assert stored["how"] == "warn"
     assert {f["about"]: f["state"] for f in stored["findings"]}["memory"] == "refused"
-    assert cli.main([*TINY, "--into", "off", "--preflight", "off"]) == 0
+    assert cli.main([*TINY, "--steps", "1", "--into", "off", "--preflight", "off"]) == 0
     assert json.loads((place / "off" / "preflight.json").read_text())["findings"] == []
 
 
