@@ -15,7 +15,7 @@ from workbook.lab.measure.steps import MEASURED
 from workbook.lab.search.candidates import Spent
 from workbook.lab.search.execute import Done, Trials
 from workbook.lab.search.ledger import Ledger
-from workbook.rooms.ab.plan import ABPlan, Arm
+from workbook.rooms.ab.plan import ABPlan, Variant
 from workbook.rooms.ab.rules import TIMED
 
 
@@ -23,7 +23,7 @@ from workbook.rooms.ab.rules import TIMED
 class Trial:
     """One trial of a variant. values: its measurements, empty unless it passed."""
 
-    arm: Arm
+    variant: Variant
     number: int  # of the repeat, from 0
     done: Done
     values: dict[str, float]
@@ -45,19 +45,19 @@ class Results:
     trials: list[Trial] = field(default_factory=list)
     why: str = ""
 
-    def of(self, arm: Arm) -> list[Trial]:
+    def of(self, variant: Variant) -> list[Trial]:
         """Trials of a variant, by repeat."""
-        found = [trial for trial in self.trials if trial.arm.name == arm.name]
+        found = [trial for trial in self.trials if trial.variant.name == variant.name]
         return sorted(found, key=lambda trial: trial.number)
 
-    def values(self, arm: Arm, of: str) -> list[float]:
+    def values(self, variant: Variant, of: str) -> list[float]:
         """One value per repeat, NaN if there is none."""
-        found = {trial.number: trial.values.get(of, math.nan) for trial in self.of(arm)}
+        found = {trial.number: trial.values.get(of, math.nan) for trial in self.of(variant)}
         return [found.get(number, math.nan) for number in range(self.plan.repeats)]
 
-    def middle(self, arm: Arm, of: str) -> float:
+    def middle(self, variant: Variant, of: str) -> float:
         """Median over a variant's repeats, NaN unless each has a value."""
-        values = self.values(arm, of)
+        values = self.values(variant, of)
         return statistics.median(values) if all(map(math.isfinite, values)) else math.nan
 
     @property
@@ -94,9 +94,9 @@ def run(
     try:
         with (Gpus() if several or gpus is None else gpus).one() as gpu:
             for number in range(plan.repeats):
-                for arm in plan.listed:
-                    done = runner.run(arm.trial, number, gpu)
-                    results.trials.append(Trial(arm, number, done, _values(done, plan.warmup)))
+                for variant in plan.listed:
+                    done = runner.run(variant.trial, number, gpu)
+                    results.trials.append(Trial(variant, number, done, _values(done, plan.warmup)))
                     say(results.trials[-1])
     except Spent as spent:
         results.why = left.used_up if seconds < math.inf else str(spent)
@@ -130,10 +130,10 @@ def adopt(plan: ABPlan, ledger: Ledger, folder: Path) -> int:
     below = ledger.root.relative_to(folder)
     earlier = [one / below for one in folder.parent.parent.glob(f"*/{named[1]}*") if one != folder]
     adopted = 0
-    for arm in plan.listed:
+    for variant in plan.listed:
         for number in range(plan.repeats):
-            options = plan.trials.options(arm.trial)
-            id = ledger.id(plan.trials.spec(arm.trial, number), **options)
+            options = plan.trials.options(variant.trial)
+            id = ledger.id(plan.trials.spec(variant.trial, number), **options)
             for root in earlier:
                 if ledger.get(id) is None and Ledger(root).settled(id):
                     shutil.copytree(root / id, ledger.root / id)
