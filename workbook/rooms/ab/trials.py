@@ -4,12 +4,13 @@ import math
 import re
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from whyhung.process.gpus import Gpus
+from whyhung.process.runner import Spec
 from workbook.lab import sweep
 from workbook.lab.measure.steps import MEASURED
 from workbook.lab.search.candidates import Spent
@@ -90,17 +91,26 @@ def run(
     left = sweep.Budget(budget_s or math.inf)
     seconds = left.share(math.inf)
     runner = Trials(plan.trials, ledger, None if seconds == math.inf else max(seconds, 1e-3))
-    results, several = Results(plan), any(plan.trials.spec(a.trial).ranks > 1 for a in plan.listed)
+    results, turns = Results(plan), list(_turns(plan))
+    several = any(spec.ranks > 1 for _, _, spec, _ in turns)
     try:
         with (Gpus() if several or gpus is None else gpus).one() as gpu:
-            for number in range(plan.repeats):
-                for variant in plan.listed:
-                    done = runner.run(variant.trial, number, gpu)
-                    results.trials.append(Trial(variant, number, done, _values(done, plan.warmup)))
-                    say(results.trials[-1])
+            for variant, number, spec, options in turns:
+                id, evidence, verdict, cached = runner.found_or_run(spec, options, gpu)
+                done = Done(variant.trial, id, verdict, evidence, cached)
+                results.trials.append(Trial(variant, number, done, _values(done, plan.warmup)))
+                say(results.trials[-1])
     except Spent as spent:
         results.why = left.used_up if seconds < math.inf else str(spent)
     return results
+
+
+def _turns(plan: ABPlan) -> Iterator[tuple[Variant, int, Spec, dict[str, Any]]]:
+    """Every trial in its turn: variant, number of the repeat, and what runs under which options."""
+    for number in range(plan.repeats):
+        for variant in plan.listed:
+            options = plan.trials.options(variant.trial)
+            yield variant, number, plan.trials.spec(variant.trial, number), options
 
 
 def _values(done: Done, warmup: int) -> dict[str, float]:
@@ -130,12 +140,10 @@ def adopt(plan: ABPlan, ledger: Ledger, folder: Path) -> int:
     below = ledger.root.relative_to(folder)
     earlier = [one / below for one in folder.parent.parent.glob(f"*/{named[1]}*") if one != folder]
     adopted = 0
-    for variant in plan.listed:
-        for number in range(plan.repeats):
-            options = plan.trials.options(variant.trial)
-            id = ledger.id(plan.trials.spec(variant.trial, number), **options)
-            for root in earlier:
-                if ledger.get(id) is None and Ledger(root).settled(id):
-                    shutil.copytree(root / id, ledger.root / id)
-                    adopted += 1
+    for _, _, spec, options in _turns(plan):
+        id = ledger.id(spec, **options)
+        for root in earlier:
+            if ledger.get(id) is None and Ledger(root).settled(id):
+                shutil.copytree(root / id, ledger.root / id)
+                adopted += 1
     return adopted
