@@ -8,7 +8,7 @@ plan.
     predicts: No; a recomputed forward is a third more operations.  # in words, before it runs
     factors:                  # every combination is a variant; `nsa trial --factors` lists names
       checkpoint: ["", all]
-    variants: {}                  # or variants by name, the first being the base, without factors:
+    variants: {}              # or variants by name, the first being the base, without factors:
                               #   plain: {}
                               #   conservative: {anomaly: true, deterministic: true}
     never: []                 # combinations to leave out, as in nsa trial sweep
