@@ -107,7 +107,7 @@ BAD = [
     ("12", {"methods": ["gathr"]}, "gathr"),
     ("12", {"config": "small"}, "small"),
     ("12", {"rows": ["none.jsonl"]}, "rows='none.jsonl' is no file"),
-    ("13", {"arms": ["nsa"]}, "arms=['nsa'] lack 'dense'"),
+    ("13", {"variants": ["nsa"]}, "variants=['nsa'] lack 'dense'"),
     ("13", {"rows": ["none.jsonl"]}, "rows='none.jsonl' is no file"),
     ("13", {"batch_tokens": 768}, "batch_tokens=768 are no multiple of tokens=512"),
     ("13", {"seeds": [0, 0]}, "two cells are equal"),
@@ -145,7 +145,7 @@ def test_a_shipped_ab_predicts_before_it_runs_and_can_be_run_where_it_says(path,
     monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8 if on_gpu else 0)
     keys = {name: value for name, value in whole.items() if name not in ELSEWHERE}
-    keys["factors"] = {} if given.get("arms") else keys["factors"]
+    keys["factors"] = {} if given.get("variants") else keys["factors"]
     plan = ABPlan.on("cuda" if on_gpu else "cpu", 1, **keys)
     assert plan.rules
     assert not plan.trials.left_out

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from workbook.lab import todays
 from workbook.runs.environment import PACKAGE
 from workbook.runs.files import plain, write_atomically
 
@@ -35,6 +36,7 @@ def read(files: Sequence[str]) -> list[dict[str, Any]]:
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} holds no rows: {error}") from error
         for row in rows:
+            row["cell"] = todays(row["cell"])
             name = json.dumps(row["cell"])
             if found.get(name, {}).get("outcome") not in DONE:
                 found[name] = row

@@ -16,6 +16,7 @@ from typing import Any
 
 from nsa.attention import known as backends
 from nsa.spelling import nearest
+from workbook.lab import todays
 from workbook.runs import identity
 
 TYPES = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict, "list": list}
@@ -188,7 +189,8 @@ def parse(text: str, kind: str) -> Any:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file of `name: value` lines. ValueError names the file and the wrong line."""
+    """Read a YAML file of `name: value` lines, under today's names. ValueError names the file and
+    the wrong line."""
     import yaml
 
     path = Path(path)
@@ -209,7 +211,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
             f"{path} line 1 holds a {type(content).__name__}, not a mapping; "
             "write one `name: value` a line"
         )
-    return content
+    return todays(content)
 
 
 def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:

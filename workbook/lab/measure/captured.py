@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.reference.compress import Phi, compress_keys
+from workbook.lab import todays
 from workbook.lab.measure.attention_inputs import (
     importance_at,
     mean_union,
@@ -39,11 +40,11 @@ ROUNDS = 6  # of the fit
 Histogram = dict[int, int]
 
 
-def histograms(rows: Iterable[Mapping[str, Any]], arm: str = "nsa") -> dict[int, Histogram]:
-    """{T: {distinct blocks of UNITED neighbours: tiles}} over the layers and seeds of an arm."""
+def histograms(rows: Iterable[Mapping[str, Any]], variant: str = "nsa") -> dict[int, Histogram]:
+    """{T: {distinct blocks of UNITED neighbours: tiles}} over the layers and seeds of a variant."""
     found: dict[int, Counter[int]] = {}
     for row in rows:
-        if row["outcome"] == "ok" and row["cell"]["arm"] == arm:
+        if row["outcome"] == "ok" and row["cell"]["variant"] == variant:
             for tokens, layers in row["selections"].items():
                 into = found.setdefault(int(tokens), Counter())
                 for layer in layers:
@@ -118,17 +119,17 @@ def fit(histogram: Histogram, shape: Shape, tiles: int = 64) -> list[float]:
 
 def store(rows: Sequence[Mapping[str, Any]], file: Path = CAPTURED, **sizes: int) -> dict[str, Any]:
     """Fit each length of the rows, at a shape of HQ 64, HKV 4, D 128 or `sizes`; write the file:
-    {"arm", "cells", "lengths": {T: {"union", "coefficients", "distance"}}}. ValueError for rows in
-    which nothing is selected."""
+    {"variant", "cells", "lengths": {T: {"union", "coefficients", "distance"}}}. ValueError for rows
+    in which nothing is selected."""
     least = 2 * Shape(1, **sizes).config.select_count * Shape(1, **sizes).config.select_block
     found = {n: histogram for n, histogram in histograms(rows).items() if n >= least}
     if not found:
         raise ValueError(
-            f"the rows hold no selections of the arm 'nsa' at {least} tokens or more, where there "
-            "is a choice; train and evaluate one"
+            f"the rows hold no selections of the variant 'nsa' at {least} tokens or more, where "
+            "there is a choice; train and evaluate one"
         )
-    content: dict[str, Any] = {"arm": "nsa", "neighbours": UNITED, "lengths": {}}
-    content["cells"] = [row["cell"] for row in rows if row["cell"]["arm"] == "nsa"]
+    content: dict[str, Any] = {"variant": "nsa", "neighbours": UNITED, "lengths": {}}
+    content["cells"] = [row["cell"] for row in rows if row["cell"]["variant"] == "nsa"]
     for tokens, histogram in found.items():
         shape = Shape(tokens, **sizes)
         fitted = fit(histogram, shape)
@@ -143,4 +144,5 @@ def store(rows: Sequence[Mapping[str, Any]], file: Path = CAPTURED, **sizes: int
 
 if __name__ == "__main__":
     texts = [Path(name).read_text(encoding="utf-8") for name in sys.argv[1:]]
-    store([json.loads(line) for text in texts for line in text.splitlines()])
+    rows = [json.loads(line) for text in texts for line in text.splitlines()]
+    store([row | {"cell": todays(row["cell"])} for row in rows])

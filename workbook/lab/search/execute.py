@@ -79,7 +79,7 @@ class Trials:
         """
         spec, options = self.plan.spec(cell, attempt), self.plan.options(cell)
         told = self._calibrate(cell, options, gpu) if self.plan.calibrate else ""
-        id, evidence, verdict, cached = self._found_or_run(spec, options, gpu, self.again)
+        id, evidence, verdict, cached = self.found_or_run(spec, options, gpu, self.again)
         done = Done(dict(cell), id, verdict, evidence, cached, told)
         with self._lock:
             self.say(done)
@@ -90,7 +90,7 @@ class Trials:
         spec = calibration.calibration_spec(self.plan, cell)
         limit = {"deadline_s": calibration.DEADLINE_S}
         limit |= {name: options[name] for name in ("on_hang", "on_stall")}
-        id, evidence, verdict, _ = self._found_or_run(spec, limit, gpu)
+        id, evidence, verdict, _ = self.found_or_run(spec, limit, gpu)
         found = calibration.Calibration.of(evidence) if verdict.kind == "PASS" else None
         if found is None:
             return f"nothing was predicted: its calibration {id} ended as {verdict.label}"
@@ -103,9 +103,10 @@ class Trials:
             f"allowed: by calibration {id}"
         )
 
-    def _found_or_run(
-        self, spec: Spec, options: dict[str, Any], gpu: str | None, again: bool = False
+    def found_or_run(
+        self, spec: Spec, options: dict[str, Any], gpu: str | None = None, again: bool = False
     ) -> tuple[str, Evidence, Verdict, bool]:
+        """Return a trial: its id, evidence, verdict, and if the ledger had it. Raises Spent."""
         id = self.ledger.id(spec, **options)
         if not again and (found := self.ledger.settled(id)):
             return id, *found, True

@@ -1,13 +1,14 @@
 """A/B comparison: do variants differ, and by how much? Run interleaved, judged by predictions.
 
 A plan is a parameter file of notebook 08, one mapping; `nsa run ab -f FILE` runs it. Keys that are
-absent default to the notebook's: give question, predicts, factors or arms, and expect in each plan.
+absent default to the notebook's: give question, predicts, factors or variants, and expect in each
+plan.
 
     question: Does checkpointing cost time, and does it change what is learnt?
     predicts: No; a recomputed forward is a third more operations.  # in words, before it runs
     factors:                  # every combination is a variant; `nsa trial --factors` lists names
       checkpoint: ["", all]
-    arms: {}                  # or variants by name, the first being the base, without factors:
+    variants: {}              # or variants by name, the first being the base, without factors:
                               #   plain: {}
                               #   conservative: {anomaly: true, deterministic: true}
     never: []                 # combinations to leave out, as in nsa trial sweep
@@ -41,9 +42,9 @@ seed, data and so on. `where: {factor: value or list}` restricts any rule to the
 value with an interval is PASS inside the stated bounds, FAIL outside, INCONCLUSIVE across.
 
     same_verdict                 every trial ends with the same kind of verdict
-    verdict: PASS                every trial ends so; or {ARM: KIND, ...} where ARM is a variant's
+    verdict: PASS                every trial ends so; or {VARIANT: KIND, ...} with a variant's
                                  name, such as "checkpoint=all", or "*" for all others
-    fault: {arm: ARM, says: TEXT}    the variant fails, and its error contains this text
+    fault: {variant: VARIANT, says: TEXT}    the variant fails, and its error contains this text
     different_programs           no two variants ran the same paths and operations; equal variants
                                  compare nothing, are called INVALID, and fail
     equal_loss: 1e-4             all steps' losses agree within this many nats; 0.0: bit for bit
@@ -55,7 +56,7 @@ value with an interval is PASS inside the stated bounds, FAIL outside, INCONCLUS
     cost: {of: seconds, factor: F, base: A, value: B, least: 1.0, most: 1.1}    B in units of A, all
                                  else equal; least or most may be missing; without both, the number
                                  was not predicted and gets no verdict. For named variants use
-                                 factor: arm; base defaults to the first
+                                 factor: variant; base defaults to the first
     linear_in: {factor: layers, of: seconds, r2: 0.99}    a line through the medians: R2, the slope
                                  with its interval, and the furthest variant. A lower R2 is FAIL if
                                  the repeats' spread does not explain it, else INCONCLUSIVE

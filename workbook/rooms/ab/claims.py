@@ -13,8 +13,8 @@ from scipy.stats import f as fisher
 from workbook.lab.search.candidates import word
 from workbook.lab.search.execute import same_paths
 from workbook.lab.search.repeats import compare_paths
-from workbook.rooms.ab.plan import Arm
-from workbook.rooms.ab.rules import ARM, COUNTED, TIMED, UNITS, Rule
+from workbook.rooms.ab.plan import Variant
+from workbook.rooms.ab.rules import COUNTED, TIMED, UNITS, VARIANT, Rule
 from workbook.rooms.ab.trials import Results, Trial
 from workbook.runs.claim import Claim, Undecided, verdict_of
 from workbook.runs.keep import without_paths
@@ -57,13 +57,13 @@ def tally(judged: Sequence[Judged]) -> str:
 
 
 def _judged(rule: Rule, results: Results) -> Judged:
-    arms = list(dict.fromkeys(a.name for g in rule.groups for a in g)) or [
-        arm.name for arm in rule.arms
+    variants = list(dict.fromkeys(a.name for g in rule.groups for a in g)) or [
+        variant.name for variant in rule.variants
     ]
-    used = [trial for trial in results.trials if trial.arm.name in arms]
+    used = [trial for trial in results.trials if trial.variant.name in variants]
     evidence: dict[str, Any] = {"trials": [trial.id for trial in used]}
     try:
-        missing = len(arms) * results.plan.repeats - len(used)
+        missing = len(variants) * results.plan.repeats - len(used)
         if missing:
             raise Undecided(f"{missing} trials were not run, {results.why}")
         verdict, found, numbers = RULES[rule.name](rule, results)
@@ -76,7 +76,7 @@ Found = tuple[str, str, dict[str, Any]]  # verdict, what was found, numbers
 
 
 def _same_verdict(rule: Rule, results: Results) -> Found:
-    kinds = _kinds(rule.arms, results)
+    kinds = _kinds(rule.variants, results)
     seen = sorted({kind for several in kinds.values() for kind in several})
     if "INCONCLUSIVE" in seen:
         raise Undecided("a trial is itself INCONCLUSIVE")
@@ -85,12 +85,12 @@ def _same_verdict(rule: Rule, results: Results) -> Found:
 
 def _verdict(rule: Rule, results: Results) -> Found:
     wanted, wrong = rule.given["kinds"], []
-    kinds = _kinds(rule.arms, results)
+    kinds = _kinds(rule.variants, results)
     for name, seen in kinds.items():
         want = wanted.get(name, wanted.get("*"))
         if want is None:
             continue
-        labels = {t.done.verdict.label for t in results.trials if t.arm.name == name}
+        labels = {t.done.verdict.label for t in results.trials if t.variant.name == name}
         if set(seen) != {want} and labels != {want}:
             wrong.append(f"{name}: {', '.join(sorted(labels))}")
     if wrong and any("INCONCLUSIVE" in one for one in wrong):
@@ -98,12 +98,14 @@ def _verdict(rule: Rule, results: Results) -> Found:
     return verdict_of(not wrong), "; ".join(wrong) or "they are", {"verdicts": kinds}
 
 
-def _kinds(arms: Sequence[Arm], results: Results) -> dict[str, list[str]]:
-    return {arm.name: [t.done.verdict.kind for t in results.of(arm)] for arm in arms}
+def _kinds(variants: Sequence[Variant], results: Results) -> dict[str, list[str]]:
+    return {
+        variant.name: [t.done.verdict.kind for t in results.of(variant)] for variant in variants
+    }
 
 
 def _fault(rule: Rule, results: Results) -> Found:
-    trials = results.of(results.plan.arm(rule.given["arm"]))
+    trials = results.of(results.plan.variant(rule.given["variant"]))
     silent, said = [], ""
     for trial in trials:
         end, text = trial.done.evidence.end, str(rule.given["says"])
@@ -120,7 +122,7 @@ def _fault(rule: Rule, results: Results) -> Found:
 
 def _different(rule: Rule, results: Results) -> Found:
     equal = []
-    for a, b in combinations(rule.arms, 2):
+    for a, b in combinations(rule.variants, 2):
         one, other = results.of(a)[0], results.of(b)[0]
         paths = compare_paths(one.done.evidence, other.done.evidence)
         counts = [tuple(t.values.get(n) for n in COUNTED) for t in (one, other)]
@@ -131,15 +133,15 @@ def _different(rule: Rule, results: Results) -> Found:
             equal.append(f"{a.name} and {b.name}")
     if equal:
         return "FAIL", f"INVALID, {'; '.join(equal)} ran the same", {"equal": equal}
-    return "PASS", f"{len(rule.arms)} of {len(rule.arms)}", {}
+    return "PASS", f"{len(rule.variants)} of {len(rule.variants)}", {}
 
 
 def _named_code(results: Results) -> list[Judged]:
     """Check that no two variants that differ in a factor that selects code ran the same code."""
     first = [trial.done for trial in results.trials if trial.number == 0]
-    says = "arms that name other code run other code"
+    says = "variants that name other code run other code"
     if equal := list(same_paths(first)):
-        names = {t.id: t.arm.name for t in results.trials}
+        names = {t.id: t.variant.name for t in results.trials}
         pairs = "; ".join(f"{names[a.id]} and {names[b.id]}" for a, b in equal)
         ids = {"trials": [done.id for pair in equal for done in pair]}
         return [Judged(None, says, f"INVALID, {pairs} ran the same", "FAIL", ids)]
@@ -148,16 +150,16 @@ def _named_code(results: Results) -> list[Judged]:
 
 def _losses(trial: Trial) -> list[float]:
     if trial.done.verdict.kind != "PASS":
-        raise Undecided(f"{trial.arm.name} ended as {trial.done.verdict.label}")
+        raise Undecided(f"{trial.variant.name} ended as {trial.done.verdict.label}")
     if not trial.losses:
-        raise Undecided(f"{trial.arm.name} has no losses")
+        raise Undecided(f"{trial.variant.name} has no losses")
     return trial.losses
 
 
 def _equal_loss(rule: Rule, results: Results) -> Found:
     apart = 0.0
     for group in rule.groups:
-        curves = [_losses(trial) for arm in group for trial in results.of(arm)]
+        curves = [_losses(trial) for variant in group for trial in results.of(variant)]
         for step in zip(*curves, strict=True):
             apart = max(apart, max(step) - min(step)) if all(map(math.isfinite, step)) else math.inf
     limit = rule.given["limit"]
@@ -170,8 +172,8 @@ def _last_apart(rule: Rule, results: Results, worst: Callable[..., float]) -> fl
     found = []
     for group in rule.groups:
         ends = []
-        for arm in group:
-            curves = [_losses(trial) for trial in results.of(arm)]
+        for variant in group:
+            curves = [_losses(trial) for trial in results.of(variant)]
             late = [c[-max(1, round(LATE * len(c))) :] for c in curves]
             ends.append(statistics.fmean(x for curve in late for x in curve))
         found += [abs(a - b) / min(abs(a), abs(b)) for a, b in combinations(ends, 2)]
@@ -195,31 +197,31 @@ def _equal_gradients(rule: Rule, results: Results) -> Found:
     differ = []
     for group in rule.groups:
         digests = {}
-        for trial in (t for arm in group for t in results.of(arm)):
+        for trial in (t for variant in group for t in results.of(variant)):
             found = (trial.done.evidence.result or {}).get("gradients")
             if found is None:
-                raise Undecided(f"{trial.arm.name} has no digest of its gradients")
-            digests.setdefault(found, trial.arm.name)
+                raise Undecided(f"{trial.variant.name} has no digest of its gradients")
+            digests.setdefault(found, trial.variant.name)
         if len(digests) > 1:
             differ.append(" and ".join(digests.values()))
     return verdict_of(not differ), "; ".join(differ) + " differ" * bool(differ) or "they do", {}
 
 
-def _middles(group: Sequence[Arm], of: str, results: Results) -> list[float]:
-    found = [results.middle(arm, of) for arm in group]
-    for arm, value in zip(group, found, strict=True):
+def _middles(group: Sequence[Variant], of: str, results: Results) -> list[float]:
+    found = [results.middle(variant, of) for variant in group]
+    for variant, value in zip(group, found, strict=True):
         if math.isnan(value):
-            ended = {t.done.verdict.label for t in results.of(arm)} - {"PASS"}
+            ended = {t.done.verdict.label for t in results.of(variant)} - {"PASS"}
             raise Undecided(
-                f"{arm.name} ended as {', '.join(sorted(ended))}" if ended
-                else f"{of} of {arm.name} were not measured; not every device has them"
+                f"{variant.name} ended as {', '.join(sorted(ended))}" if ended
+                else f"{of} of {variant.name} were not measured; not every device has them"
             )  # fmt: skip
     return found
 
 
 def _spread(rule: Rule, results: Results) -> tuple[float, str]:
     of = rule.given["of"]
-    values = _middles(rule.arms, of, results)
+    values = _middles(rule.variants, of, results)
     low, high = min(values), max(values)
     share = (high - low) / high if high else 0.0
     return share, f"{low:,.6g} to {high:,.6g}{' ' + UNITS.get(of, 'MiB')}".rstrip()
@@ -243,11 +245,11 @@ def _ratio(rule: Rule, results: Results, base: Any, value: Any) -> Ratio:
                   for v in (base, value)]  # fmt: skip
         if all(chosen):
             _middles([chosen[0][0], chosen[1][0]], of, results)
-            pairs += zip(*(results.values(arms[0], of) for arms in chosen), strict=True)
+            pairs += zip(*(results.values(variants[0], of) for variants in chosen), strict=True)
     if not pairs:
-        raise Undecided(f"{word(base)} and {word(value)} are compared by no two arms")
+        raise Undecided(f"{word(base)} and {word(value)} are compared by no two variants")
     if not all(a > 0 and b > 0 for a, b in pairs):
-        raise Undecided(f"{of} is 0 in some arm, which has no ratio")
+        raise Undecided(f"{of} is 0 in some variant, which has no ratio")
     found = paired_ratio(*zip(*pairs, strict=True))
     if found.n == 1 and of in EXACT:
         return Ratio(found.value, found.value, found.value, 1)
@@ -288,19 +290,25 @@ def _rank_order(rule: Rule, results: Results) -> Found:
     return verdict, ", ".join(told), numbers
 
 
-def _points(rule: Rule, group: Sequence[Arm], results: Results) -> tuple[list, list, list[Arm]]:
+def _points(
+    rule: Rule, group: Sequence[Variant], results: Results
+) -> tuple[list, list, list[Variant]]:
     factor = rule.given["factor"]
-    arms = sorted(group, key=lambda arm: arm.cell[factor])
-    return [arm.cell[factor] for arm in arms], _middles(arms, rule.given["of"], results), arms
+    variants = sorted(group, key=lambda variant: variant.cell[factor])
+    return (
+        [variant.cell[factor] for variant in variants],
+        _middles(variants, rule.given["of"], results),
+        variants,
+    )
 
 
 def _linear(rule: Rule, results: Results) -> Found:
     """FAIL if variants are off the line by more than the repeats explain, by an F test."""
     of, told, verdicts, numbers = rule.given["of"], [], set(), {}
     for group in rule.groups:
-        x, y, arms = _points(rule, group, results)
+        x, y, variants = _points(rule, group, results)
         line = fit_line(x, y)
-        verdicts.add("PASS" if line.r2 >= rule.given["r2"] else _off(x, arms, of, results))
+        verdicts.add("PASS" if line.r2 >= rule.given["r2"] else _off(x, variants, of, results))
         name, unit = _rest(group, rule), f" {UNITS.get(of, 'MiB')}".rstrip()
         told.append(
             f"{name}R2 {line.r2:.4f}, {line.slope:.4g} [{line.low:.4g}, {line.high:.4g}]{unit} "
@@ -311,9 +319,9 @@ def _linear(rule: Rule, results: Results) -> Found:
     return verdict, "; ".join(told), numbers
 
 
-def _off(x: list[float], arms: Sequence[Arm], of: str, results: Results) -> str:
+def _off(x: list[float], variants: Sequence[Variant], of: str, results: Results) -> str:
     """Lack-of-fit test: residuals of the variants' means against the spread of their repeats."""
-    turns = [results.values(arm, of) for arm in arms]
+    turns = [results.values(variant, of) for variant in variants]
     means = [statistics.fmean(values) for values in turns]
     fit = fit_line(x, means)
     n, k = len(turns[0]), len(turns)
@@ -342,9 +350,9 @@ def _exponent(rule: Rule, results: Results) -> Found:
     return verdict, "; ".join(told), numbers
 
 
-def _rest(group: Sequence[Arm], rule: Rule) -> str:
+def _rest(group: Sequence[Variant], rule: Rule) -> str:
     """Values common to the variants of a group, before a colon; "" if there is one group."""
-    if len(rule.groups) == 1 or rule.given["factor"] == ARM:
+    if len(rule.groups) == 1 or rule.given["factor"] == VARIANT:
         return ""
     cell = group[0].cell
     return ", ".join(f"{n}={word(v)}" for n, v in cell.items() if n != rule.given["factor"]) + ": "

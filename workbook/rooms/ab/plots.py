@@ -13,14 +13,14 @@ TIMES = {"seconds": "time", "processor": "processor time"}
 LEAST_LOSSES = 10  # fewest steps for which a curve is drawn
 
 
-def arms(results: Results, *, note: str = "", on_cpu: bool = True):
+def variants(results: Results, *, note: str = "", on_cpu: bool = True):
     """Plot step time and MiB of every repeat of every variant. On a CPU, time is processor time in
     units of the first variant."""
     plan = results.plan
     memory = [of for of in ("allocated", "reserved") if _any(results, of)]
     clock = _clock(results, on_cpu)
     # Values alone: the axis has the factors' names.
-    arms = [", ".join(map(word, arm.cell.values())) for arm in plan.listed]
+    variants = [", ".join(map(word, variant.cell.values())) for variant in plan.listed]
     shown = [[clock]] * _any(results, clock) + [memory] * bool(memory)
     if not shown:
         return looks.nothing("no trial passed, so nothing was measured")
@@ -28,7 +28,7 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
         for axes, names in zip(panels, shown, strict=True):
             for number, of in enumerate(names):
                 _dots(axes, results, of, number, len(names) > 1, on_cpu)
-            axes.set_yticks(range(len(arms)), arms)
+            axes.set_yticks(range(len(variants)), variants)
             axes.set_ylim(len(plan.listed) - 0.5, -0.5)
             axes.grid(False, axis="y")
             timed = names[0] in TIMED
@@ -49,8 +49,8 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
 def _dots(axes, results: Results, of: str, number: int, several: bool, on_cpu: bool) -> None:
     colour, marker = looks.series(number)
     base = np.asarray(results.values(results.plan.listed[0], of))
-    for row, arm in enumerate(results.plan.listed):
-        values = np.asarray(results.values(arm, of))
+    for row, variant in enumerate(results.plan.listed):
+        values = np.asarray(results.values(variant, of))
         if of in TIMED and on_cpu:
             values = values / base
         label = {"label": of if several else "one turn"} if not row else {}
@@ -81,18 +81,18 @@ def over(results: Results, *, note: str = "", on_cpu: bool = True):
     if not shown:
         return looks.nothing("no trial passed, so nothing was measured")
     groups: dict[str, list] = {}
-    for arm in plan.listed:
-        rest = ", ".join(f"{n}={word(v)}" for n, v in arm.cell.items() if n != factor)
-        groups.setdefault(rest, []).append(arm)
+    for variant in plan.listed:
+        rest = ", ".join(f"{n}={word(v)}" for n, v in variant.cell.items() if n != factor)
+        groups.setdefault(rest, []).append(variant)
     with looks.figure(len(shown), 3.2) as (fig, panels):
         for axes, of in zip(panels, shown, strict=True):
             for number, (rest, group) in enumerate(groups.items()):
                 colour, marker = looks.series(number)
-                group = sorted(group, key=lambda arm: arm.cell[factor])
-                x = np.array([arm.cell[factor] for arm in group], float)
-                y = np.array([results.middle(arm, of) for arm in group])
-                turns = [(at, v) for at, arm in zip(x, group, strict=True)
-                         for v in results.values(arm, of)]  # fmt: skip
+                group = sorted(group, key=lambda variant: variant.cell[factor])
+                x = np.array([variant.cell[factor] for variant in group], float)
+                y = np.array([results.middle(variant, of) for variant in group])
+                turns = [(at, v) for at, variant in zip(x, group, strict=True)
+                         for v in results.values(variant, of)]  # fmt: skip
                 axes.plot(*zip(*turns, strict=True), marker, color=colour, alpha=0.35, ms=4)
                 line = "-" if power else ""
                 axes.plot(x, y, marker + line, color=colour, label=rest or "median")
@@ -120,10 +120,10 @@ def losses(results: Results):
     if plan.steps < LEAST_LOSSES or not any(trial.losses for trial in results.trials):
         return None
     with looks.figure(1, 3.0) as (fig, (axes,)):
-        for number, arm in enumerate(plan.listed):
+        for number, variant in enumerate(plan.listed):
             colour, _ = looks.series(number)
-            for turn, trial in enumerate(results.of(arm)):
-                label = {"label": arm.name} if not turn else {}
+            for turn, trial in enumerate(results.of(variant)):
+                label = {"label": variant.name} if not turn else {}
                 axes.plot(trial.losses, color=colour, lw=1.2, alpha=0.8, **label)
         axes.set(xlabel="step", ylabel="loss (nats)")
         looks.title(axes, "Loss of every trial")
@@ -131,4 +131,6 @@ def losses(results: Results):
 
 
 def _any(results: Results, of: str) -> bool:
-    return any(math.isfinite(v) for arm in results.plan.listed for v in results.values(arm, of))
+    return any(
+        math.isfinite(v) for variant in results.plan.listed for v in results.values(variant, of)
+    )

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.spelling import choice, nearest
 from whyhung.verdict import KINDS
+from workbook.lab import CALLED, todays
 from workbook.lab.measure.steps import MEASURED
 from workbook.lab.search.candidates import Cell, ordered, position, word
 
 if TYPE_CHECKING:
-    from workbook.rooms.ab.plan import ABPlan, Arm
+    from workbook.rooms.ab.plan import ABPlan, Variant
 
-ARM = "arm"  # name of the varied factor if variants have names
+VARIANT = "variant"  # name of the varied factor if variants have names
 METRICS = (*MEASURED, "startup")
 TIMED = (
     "seconds",
@@ -30,7 +31,7 @@ UNITS = dict.fromkeys(TIMED, "s") | dict.fromkeys(COUNTED, "")  # all others: Mi
 TAKES: dict[str, Any] = {
     "same_verdict": None,
     "verdict": {},  # text, or a kind for each variant
-    "fault": {"arm": "!", "says": "!"},
+    "fault": {"variant": "!", "says": "!"},
     "different_programs": None,
     "equal_gradients": None,
     "equal_loss": 0.0,
@@ -50,35 +51,36 @@ FEWEST = 3  # points of a line or a power law: two always fit exactly
 
 @dataclass(frozen=True)
 class Rule:
-    """One expectation. says: the prediction in words; arms: the variants it applies to."""
+    """One expectation. says: the prediction in words; variants: those it applies to."""
 
     name: str
     given: dict[str, Any]
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     says: str
     # Variants that differ only in the rule's factor or, for losses, that train alike.
-    groups: tuple[tuple[Arm, ...], ...] = field(default=())
+    groups: tuple[tuple[Variant, ...], ...] = field(default=())
 
 
 def rule(entry: Any, plan: ABPlan) -> Rule:
     """Return the rule of an entry of `expect` for the plan. ValueError if it does not fit."""
     name, given, where = _read(entry)
+    given, where = (_todays(one, plan, name) for one in (given, where))
     given = _arguments(name, given)
-    arms = _where(where, plan, name)
+    variants = _where(where, plan, name)
     if name in ("verdict", "fault"):
         _check_verdicts(name, given, plan)
     if "of" in given:
         _check_metric(name, given["of"], plan)
-    groups: list[list[Arm]] = []
+    groups: list[list[Variant]] = []
     if name in LOSSES:
-        groups = [[one for one in group if one in arms] for group in plan.alike().values()]
+        groups = [[one for one in group if one in variants] for group in plan.alike().values()]
     elif "factor" in given:
         given = _with_values(name, given, plan)
-        groups = _others_equal(given, arms)
+        groups = _others_equal(given, variants)
     if (name in LOSSES or "factor" in given) and not (groups := [g for g in groups if len(g) > 1]):
         raise ValueError(f"{name}: {_why_no_group(name, given)}")
     return Rule(
-        name, given, tuple(arms), _words(name, given) + _told(where), tuple(map(tuple, groups))
+        name, given, tuple(variants), _words(name, given) + _told(where), tuple(map(tuple, groups))
     )
 
 
@@ -96,6 +98,16 @@ def _read(entry: Any) -> tuple[str, Any, dict[str, Any]]:
     return names[0], entry[names[0]], where
 
 
+def _todays(given: Any, plan: ABPlan, name: str) -> Any:
+    """Names of a rule as they are today: in stored plans the factor of named variants is "arm"."""
+    if not isinstance(given, dict) or not (plan.variants or name == "fault"):
+        return given
+    found = todays(given)
+    if "factor" in found:
+        found["factor"] = CALLED.get(found["factor"], found["factor"])
+    return found
+
+
 def _arguments(name: str, given: Any) -> dict[str, Any]:
     takes = TAKES[name]
     if takes is None:
@@ -107,7 +119,7 @@ def _arguments(name: str, given: Any) -> dict[str, Any]:
     if name == "verdict":
         kinds = given if isinstance(given, dict) else {"*": given}
         if not kinds:
-            raise ValueError("verdict wants a kind, as PASS, or one for each arm")
+            raise ValueError("verdict wants a kind, as PASS, or one for each variant")
         return {"kinds": kinds}
     if not isinstance(given, dict):
         raise ValueError(f"{name} takes a mapping of {', '.join(takes)}, got {given!r}")
@@ -139,15 +151,17 @@ def _number(name: str, value: Any) -> float:
     return found
 
 
-def _where(where: dict[str, Any], plan: ABPlan, name: str) -> list[Arm]:
+def _where(where: dict[str, Any], plan: ABPlan, name: str) -> list[Variant]:
     for factor, value in where.items():
         _check_varied(f"{name}: where", factor, plan)
         for one in value if isinstance(value, list) else [value]:
             _check_value(f"{name}: where: {factor}", plan.varied[factor], one)
-    arms = [arm for arm in plan.listed if matches(arm.cell, where)]
-    if len(arms) < 2 and name not in ("verdict", "fault"):
-        raise ValueError(f"{name}: where={where} leaves {len(arms)} arm(s), so nothing to compare")
-    return arms
+    variants = [variant for variant in plan.listed if matches(variant.cell, where)]
+    if len(variants) < 2 and name not in ("verdict", "fault"):
+        raise ValueError(
+            f"{name}: where={where} leaves {len(variants)} variant(s), so nothing to compare"
+        )
+    return variants
 
 
 def _check_varied(what: str, factor: Any, plan: ABPlan) -> None:
@@ -175,11 +189,11 @@ def _check_metric(name: str, of: Any, plan: ABPlan) -> None:
 
 def _check_verdicts(name: str, given: dict[str, Any], plan: ABPlan) -> None:
     if name == "fault":
-        plan.arm(given["arm"])
+        plan.variant(given["variant"])
         return
-    for arm, kind in given["kinds"].items():
-        if arm != "*":
-            plan.arm(arm)
+    for variant, kind in given["kinds"].items():
+        if variant != "*":
+            plan.variant(variant)
         choice("verdict", str(kind).partition(":")[0], KINDS)
 
 
@@ -215,26 +229,26 @@ def _with_values(name: str, given: dict[str, Any], plan: ABPlan) -> dict[str, An
     return given | {"base": base, "value": value}
 
 
-def _others_equal(given: dict[str, Any], arms: list[Arm]) -> list[list[Arm]]:
+def _others_equal(given: dict[str, Any], variants: list[Variant]) -> list[list[Variant]]:
     """Groups of variants that differ only in the factor, restricted to the values of the rule."""
     named = given.get("order") or [given[key] for key in ("base", "value") if key in given]
-    groups: dict[str, list[Arm]] = {}
-    for arm in arms:
-        value = arm.cell[given["factor"]]
-        if named and not matches(arm.cell, {given["factor"]: named}):
+    groups: dict[str, list[Variant]] = {}
+    for variant in variants:
+        value = variant.cell[given["factor"]]
+        if named and not matches(variant.cell, {given["factor"]: named}):
             continue
         if given.get("start") is not None and value < given["start"]:
             continue
-        rest = [f"{n}={word(v)}" for n, v in arm.cell.items() if n != given["factor"]]
-        groups.setdefault(", ".join(rest), []).append(arm)
+        rest = [f"{n}={word(v)}" for n, v in variant.cell.items() if n != given["factor"]]
+        groups.setdefault(", ".join(rest), []).append(variant)
     least = FEWEST if "order" not in given and "base" not in given else 2
     return [group for group in groups.values() if len(group) >= least]
 
 
 def _why_no_group(name: str, given: dict[str, Any]) -> str:
     if name in LOSSES:
-        return "no two arms train the same (layers, dim, tokens, batch, seed, data, ...)"
-    return f"no two arms differ in {given['factor']} alone; cover: all would run them"
+        return "no two variants train the same (layers, dim, tokens, batch, seed, data, ...)"
+    return f"no two variants differ in {given['factor']} alone; cover: all would run them"
 
 
 def matches(cell: Cell, where: Mapping[str, Any]) -> bool:
@@ -254,8 +268,8 @@ def _words(name: str, given: dict[str, Any]) -> str:
     if name == "verdict":
         kinds = given["kinds"]
         return "verdicts are " + ", ".join(
-            str(kind) if arm == "*" and len(kinds) == 1 else f"{arm}: {kind}"
-            for arm, kind in kinds.items()
+            str(kind) if variant == "*" and len(kinds) == 1 else f"{variant}: {kind}"
+            for variant, kind in kinds.items()
         )
     if name == "cost":
         bounds = _bounds(given)
@@ -268,9 +282,9 @@ def _words(name: str, given: dict[str, Any]) -> str:
     limit = given.get("limit", 0.0)
     exact = "losses agree bit for bit"
     return {
-        "same_verdict": "all arms have the same verdict",
-        "fault": f"{given.get('arm')} fails, and its error says {given.get('says')!r}",
-        "different_programs": "the arms are different programs",
+        "same_verdict": "all variants have the same verdict",
+        "fault": f"{given.get('variant')} fails, and its error says {given.get('says')!r}",
+        "different_programs": "the variants are different programs",
         "equal_gradients": "gradients agree bit for bit",
         "equal_loss": f"losses of all steps agree to {limit:g} nats" if limit else exact,
         "loss_within": f"the last losses agree to {limit:.3g} of their size",

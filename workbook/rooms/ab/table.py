@@ -29,24 +29,26 @@ ROWS = {
 }
 
 
-def arms(results: Results, *, on_cpu: bool) -> pandas.DataFrame:
+def variants(results: Results, *, on_cpu: bool) -> pandas.DataFrame:
     """One row per variant, medians over repeats; on a CPU, times relative to the first variant."""
     lines, base = [], results.plan.listed[0]
-    for arm in results.plan.listed:
-        ended = Counter(trial.done.verdict.label for trial in results.of(arm))
+    for variant in results.plan.listed:
+        ended = Counter(trial.done.verdict.label for trial in results.of(variant))
         line = {"verdict": ", ".join(f"{n} x {kind}" for kind, n in ended.items()) or "not run"}
         for of in METRICS:
-            value = results.middle(arm, of)
+            value = results.middle(variant, of)
             if of in TIMED and of != "startup" and on_cpu:
-                line[f"{of} / first"] = _ratio(results.values(base, of), results.values(arm, of))
+                line[f"{of} / first"] = _ratio(
+                    results.values(base, of), results.values(variant, of)
+                )
             else:
                 unit = UNITS.get(of, "MiB")
                 line[f"{of}, {unit}" if unit else of] = _number(value, of)
-        losses = [trial.losses[-1] for trial in results.of(arm) if trial.losses]
+        losses = [trial.losses[-1] for trial in results.of(variant) if trial.losses]
         line["last loss"] = f"{np.mean(losses):.4f}" if losses else ""
         lines.append(line)
-    names = [arm.name for arm in results.plan.listed]
-    table = pandas.DataFrame(lines, index=pandas.Index(names, name="arm"))
+    names = [variant.name for variant in results.plan.listed]
+    table = pandas.DataFrame(lines, index=pandas.Index(names, name="variant"))
     return table.loc[:, (table != "").any()]
 
 
@@ -75,18 +77,18 @@ def expectations(judged: Sequence[Judged]) -> pandas.DataFrame:
 def failures(results: Results) -> pandas.DataFrame:
     """Table of the trials that did not pass, with ids for `nsa explain`."""
     lines = [
-        {"arm": t.arm.name, "trial": t.id, "verdict": t.done.verdict.label,
+        {"variant": t.variant.name, "trial": t.id, "verdict": t.done.verdict.label,
          "because": "; ".join(t.done.verdict.because[:2])}
         for t in results.trials if t.done.verdict.kind != "PASS"
     ]  # fmt: skip
-    return pandas.DataFrame(lines, columns=["arm", "trial", "verdict", "because"])
+    return pandas.DataFrame(lines, columns=["variant", "trial", "verdict", "because"])
 
 
 def to_metrics(results: Results) -> list[dict]:
     """Rows for metrics.csv, one per variant and metric; without a value, a row has the outcome."""
     found = []
-    for arm in results.plan.listed:
-        trials = results.of(arm)
+    for variant in results.plan.listed:
+        trials = results.of(variant)
         if not trials:
             continue
         spec = trials[0].done.evidence.spec
@@ -98,11 +100,15 @@ def to_metrics(results: Results) -> list[dict]:
             "x_name": "tokens" if tokens is not None else "",
             "x_value": tokens,
             "device": spec.get("settings", {}).get("device"),  # default: that of the run's cells
-            "config": {"arm": arm.name, **arm.trial, "trials": [trial.id for trial in trials]}
+            "config": {
+                "arm": variant.name,  # the column of committed records
+                **variant.trial,
+                "trials": [trial.id for trial in trials],
+            }
             | ({} if kinds == ["PASS"] else {"outcome": ", ".join(kinds)}),
         }
         for of, (metric, mode, unit, scale) in ROWS.items():
-            values = [v * scale for v in results.values(arm, of) if math.isfinite(v)]
+            values = [v * scale for v in results.values(variant, of) if math.isfinite(v)]
             if values or (of == "seconds" and kinds != ["PASS"]):
                 low, middle, high = np.quantile(values, [0.2, 0.5, 0.8]) if values else [None] * 3
                 numbers = {"median": middle, "q20": low, "q80": high}

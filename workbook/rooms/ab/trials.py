@@ -4,18 +4,19 @@ import math
 import re
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from whyhung.process.gpus import Gpus
+from whyhung.process.runner import Spec
 from workbook.lab import sweep
 from workbook.lab.measure.steps import MEASURED
 from workbook.lab.search.candidates import Spent
 from workbook.lab.search.execute import Done, Trials
 from workbook.lab.search.ledger import Ledger
-from workbook.rooms.ab.plan import ABPlan, Arm
+from workbook.rooms.ab.plan import ABPlan, Variant
 from workbook.rooms.ab.rules import TIMED
 
 
@@ -23,7 +24,7 @@ from workbook.rooms.ab.rules import TIMED
 class Trial:
     """One trial of a variant. values: its measurements, empty unless it passed."""
 
-    arm: Arm
+    variant: Variant
     number: int  # of the repeat, from 0
     done: Done
     values: dict[str, float]
@@ -45,19 +46,19 @@ class Results:
     trials: list[Trial] = field(default_factory=list)
     why: str = ""
 
-    def of(self, arm: Arm) -> list[Trial]:
+    def of(self, variant: Variant) -> list[Trial]:
         """Trials of a variant, by repeat."""
-        found = [trial for trial in self.trials if trial.arm.name == arm.name]
+        found = [trial for trial in self.trials if trial.variant.name == variant.name]
         return sorted(found, key=lambda trial: trial.number)
 
-    def values(self, arm: Arm, of: str) -> list[float]:
+    def values(self, variant: Variant, of: str) -> list[float]:
         """One value per repeat, NaN if there is none."""
-        found = {trial.number: trial.values.get(of, math.nan) for trial in self.of(arm)}
+        found = {trial.number: trial.values.get(of, math.nan) for trial in self.of(variant)}
         return [found.get(number, math.nan) for number in range(self.plan.repeats)]
 
-    def middle(self, arm: Arm, of: str) -> float:
+    def middle(self, variant: Variant, of: str) -> float:
         """Median over a variant's repeats, NaN unless each has a value."""
-        values = self.values(arm, of)
+        values = self.values(variant, of)
         return statistics.median(values) if all(map(math.isfinite, values)) else math.nan
 
     @property
@@ -90,17 +91,26 @@ def run(
     left = sweep.Budget(budget_s or math.inf)
     seconds = left.share(math.inf)
     runner = Trials(plan.trials, ledger, None if seconds == math.inf else max(seconds, 1e-3))
-    results, several = Results(plan), any(plan.trials.spec(a.trial).ranks > 1 for a in plan.listed)
+    results, turns = Results(plan), list(_turns(plan))
+    several = any(spec.ranks > 1 for _, _, spec, _ in turns)
     try:
         with (Gpus() if several or gpus is None else gpus).one() as gpu:
-            for number in range(plan.repeats):
-                for arm in plan.listed:
-                    done = runner.run(arm.trial, number, gpu)
-                    results.trials.append(Trial(arm, number, done, _values(done, plan.warmup)))
-                    say(results.trials[-1])
+            for variant, number, spec, options in turns:
+                id, evidence, verdict, cached = runner.found_or_run(spec, options, gpu)
+                done = Done(variant.trial, id, verdict, evidence, cached)
+                results.trials.append(Trial(variant, number, done, _values(done, plan.warmup)))
+                say(results.trials[-1])
     except Spent as spent:
         results.why = left.used_up if seconds < math.inf else str(spent)
     return results
+
+
+def _turns(plan: ABPlan) -> Iterator[tuple[Variant, int, Spec, dict[str, Any]]]:
+    """Every trial in its turn: variant, number of the repeat, and what runs under which options."""
+    for number in range(plan.repeats):
+        for variant in plan.listed:
+            options = plan.trials.options(variant.trial)
+            yield variant, number, plan.trials.spec(variant.trial, number), options
 
 
 def _values(done: Done, warmup: int) -> dict[str, float]:
@@ -130,12 +140,10 @@ def adopt(plan: ABPlan, ledger: Ledger, folder: Path) -> int:
     below = ledger.root.relative_to(folder)
     earlier = [one / below for one in folder.parent.parent.glob(f"*/{named[1]}*") if one != folder]
     adopted = 0
-    for arm in plan.listed:
-        for number in range(plan.repeats):
-            options = plan.trials.options(arm.trial)
-            id = ledger.id(plan.trials.spec(arm.trial, number), **options)
-            for root in earlier:
-                if ledger.get(id) is None and Ledger(root).settled(id):
-                    shutil.copytree(root / id, ledger.root / id)
-                    adopted += 1
+    for _, _, spec, options in _turns(plan):
+        id = ledger.id(spec, **options)
+        for root in earlier:
+            if ledger.get(id) is None and Ledger(root).settled(id):
+                shutil.copytree(root / id, ledger.root / id)
+                adopted += 1
     return adopted

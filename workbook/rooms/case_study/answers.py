@@ -1,24 +1,22 @@
 """Answers of stored runs to the questions of the decision, with the lines that were read."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from workbook.rooms.case_study.figures import TARGET_TOKENS_PER_S
+from workbook.runs import parameters
 from workbook.runs.claim import UNDECIDED
 from workbook.runs.loaded import Sentence, StoredRun
 from workbook.runs.metrics import is_gpu
 from workbook.runs.results import Stored
 
 SAME = 1e-6  # relative to the largest output: tolerance for rounding of the same attention in fp64
-ALERT_GIB, LIMIT_GIB = 60.0, 65.0  # from the case study; it writes GB, its allocator MiB
-LAYERS, TOKENS = 12, 2048  # its production model, the subject of GO or NO-GO
-TOLD = yaml.safe_load(Path(__file__).with_name("decision.yaml").read_text(encoding="utf-8"))
+TOLD = parameters.read_file(Path(__file__).with_name("decision.yaml"))
 SENTENCES = TOLD["sentences"]  # (notebook, beginning), by name
+LIMITS = TOLD["limits"] | dict(zip(("least", "most"), TARGET_TOKENS_PER_S, strict=True))
 
 
 @dataclass(frozen=True)
@@ -159,18 +157,12 @@ def _labels(run: StoredRun, factor: str) -> set[str]:
     return named if _ranks(2)(run) else set()
 
 
-PEAKS = {  # notebooks and operations of the rows that hold them
-    "loop": (("03", "step"),),
-    "today": (("01", "training_step"), ("04", "training")),
-}
-
-
-def peak(stored: Stored, subject: str) -> Answer:
+def peak(stored: Stored, *kept: Sequence[str]) -> Answer:
     """Compare the largest cell of that size with the limit; a backend that needs more memory, or
-    ran out of it, counts too."""
+    ran out of it, counts too. kept: (notebook, operation) of the rows that hold them."""
     found = [
         stored.rows(notebook, _wants_memory, operation=operation, metric="peak_memory", mode="step")
-        for notebook, operation in PEAKS[subject]
+        for notebook, operation in kept
     ]
     rows = [row for one in found if one for row in one[1]]
     where = tuple(one[0].table for one in found if one)
@@ -179,10 +171,10 @@ def peak(stored: Stored, subject: str) -> Answer:
     if burst := [row for row in rows if not _measured(row)]:
         return Answer(False, f"{burst[0]['backend']} ran out of memory", where)
     row = max(rows, key=lambda r: r["median"])
-    gib = row["median"] / 1024
-    alert = f", above the alert of {ALERT_GIB:g}" if gib >= ALERT_GIB else ""
+    gib, alert_gib = row["median"] / 1024, LIMITS["alert_gib"]
+    alert = f", above the alert of {alert_gib:g}" if gib >= alert_gib else ""
     told = f"{row['backend']} holds {gib:.1f} GiB, the most of {len(rows)} cells{alert}"
-    return Answer(gib < LIMIT_GIB, told, where)
+    return Answer(gib < LIMITS["limit_gib"], told, where)
 
 
 def _wants_memory(row: dict[str, Any]) -> bool:
@@ -198,26 +190,28 @@ def _production(row: dict[str, Any]) -> bool:
     """True for a cell of the production model at its T, one sequence, on a GPU."""
     config = row["config"]
     named = config.get("preset") or config.get("design") or config.get("model")
-    sized = config.get("layers") == LAYERS and row["x_value"] == TOKENS
+    sized = config.get("layers") == LIMITS["layers"] and row["x_value"] == LIMITS["tokens"]
     return named == "production" and sized and config.get("batch", 1) == 1 and is_gpu(row["device"])
 
 
-def speed(stored: Stored, subject: str) -> Answer:
-    """Compare the slowest cell of that size with the target. Fewer layers give an upper bound."""
-    least = TARGET_TOKENS_PER_S[0]
-    if subject == "today":
-        found = stored.rows(
-            "04",
-            lambda r: _production(r) and r["config"].get("attention") == "nsa" and _measured(r),
-            metric="tokens_per_second",
-            mode="step",
-        )
-        if found is None:
-            return NOTHING
-        run, rows = found
-        row = min(rows, key=lambda r: r["median"])
-        told = f"{row['backend']} {row['median']:,.0f}, the slowest of {len(rows)} cells"
-        return Answer(row["median"] >= least, told, (run.table,))
+def speed(stored: Stored) -> Answer:
+    """Compare the slowest cell of that size with the target."""
+    found = stored.rows(
+        "04",
+        lambda r: _production(r) and r["config"].get("attention") == "nsa" and _measured(r),
+        metric="tokens_per_second",
+        mode="step",
+    )
+    if found is None:
+        return NOTHING
+    run, rows = found
+    row = min(rows, key=lambda r: r["median"])
+    told = f"{row['backend']} {row['median']:,.0f}, the slowest of {len(rows)} cells"
+    return Answer(row["median"] >= LIMITS["least"], told, (run.table,))
+
+
+def loop_speed(stored: Stored) -> Answer:
+    """Compare the loop's slowest step with the target. Fewer layers give an upper bound."""
     found = stored.rows("03", _timed_long, operation="step", backend="loop")
     if found is None:
         return NOTHING
@@ -225,11 +219,11 @@ def speed(stored: Stored, subject: str) -> Answer:
     rate, row = min(((1e3 * r["x_value"] / r["median"], r) for r in rows), key=lambda pair: pair[0])
     layers = row["config"]["layers"]
     told = f"{rate:,.0f} with {layers} layer{'s' if layers > 1 else ''} at T {row['x_value']:g}"
-    if layers < LAYERS:
+    if layers < LIMITS["layers"]:
         told += f", and more layers are no faster than {layers}"
-    if rate >= least and not _production(row):
+    if rate >= LIMITS["least"] and not _production(row):
         return Answer(None, f"{told}; its production size was not timed")
-    return Answer(rate >= least, told, (run.table,))
+    return Answer(rate >= LIMITS["least"], told, (run.table,))
 
 
 def _timed_long(row: dict[str, Any]) -> bool:

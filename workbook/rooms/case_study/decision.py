@@ -7,36 +7,38 @@ and rows of stored runs and names them; the same runs give the same answers.
 from dataclasses import dataclass, replace
 
 from workbook.rooms.case_study import answers
-from workbook.rooms.case_study.answers import Answer, all_hold
-from workbook.rooms.case_study.figures import TARGET_TOKENS_PER_S
+from workbook.rooms.case_study.answers import LIMITS, TOLD, Answer
 from workbook.runs.identity import PACKAGE
 from workbook.runs.results import Stored, open_stored
 from workbook.runs.store import Run
 
-RIGHT = "attention is attention"  # the rule whose evidence changes of the code make stale
 SUBJECTS = {"loop": "the case study's loop, rebuilt", "today": "today's system"}
 RUNS = PACKAGE.parent / "runs"
 
 
 @dataclass(frozen=True)
 class Question:
-    """Node of the tree: its text, the nodes after yes and no, and the answer for each subject.
+    """Node of the tree, or rule of GO: its text, the nodes after yes and no, and the answer for
+    each subject.
 
-    wants: the command whose run would answer for today's system.
+    wants, loop_wants: the commands whose runs would answer for today's system and for the loop.
+    ages: evidence for today's system from other code than today's decides nothing.
     """
 
     text: str
-    to: tuple[str, str]
     wants: str
+    to: tuple[str, str] = ("", "")
+    loop_wants: str = TOLD["loop_wants"]
     today: tuple[str, ...] = ()
     loop: tuple[str, ...] = ()
+    ages: bool = False
 
     def answer(self, stored: Stored, subject: str) -> Answer:
         rule = {"today": self.today, "loop": self.loop}[subject]
         return getattr(answers, rule[0])(stored, *rule[1:]) if rule else answers.NOTHING
 
     def provided_by(self, subject: str) -> str:
-        return LOOP if subject == "loop" else self.wants
+        return {"today": self.wants, "loop": self.loop_wants}[subject]
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,9 @@ class Leaf:
     then: str = ""
 
 
-# Commands for the evidence.
-LOOP, SIZED = (answers.TOLD["commands"][name] for name in ("loop", "sized"))
-TREE = {name: Question(**one) for name, one in answers.TOLD["tree"].items()}
-LEAVES = {name: Leaf(**one) for name, one in answers.TOLD["leaves"].items()}
+TREE = {name: Question(**one) for name, one in TOLD["tree"].items()}
+LEAVES = {name: Leaf(**one) for name, one in TOLD["leaves"].items()}
+GO = [Question(**one | {"text": one["text"].format(**LIMITS)}) for one in TOLD["go"]]
 
 
 def evidence(live: Run | None = None) -> Stored:
@@ -75,11 +76,9 @@ class Decision:
         """Leaves in words, and the command that would answer the missing question."""
         told = [LEAVES[leaf].text for leaf in self.leaves]
         if self.missing:
-            question = TREE[self.missing]
-            command = question.provided_by(self.subject)
-            told.append(
-                f"INCONCLUSIVE: nothing stored answers {question.text!r}; it wants {command}"
-            )
+            asked = TREE[self.missing]
+            wants = asked.provided_by(self.subject)
+            told.append(f"INCONCLUSIVE: nothing stored answers {asked.text!r}; it wants {wants}")
         return "; ".join(told)
 
 
@@ -118,34 +117,18 @@ class Reason:
 
 def go(stored: Stored, subject: str) -> list[Reason]:
     """Rules for starting the production training on this system, each with its answer."""
-    least, most = TARGET_TOKENS_PER_S
-    size = f"{answers.LAYERS} layers at T {answers.TOKENS}, batch 1"
-    hangs = ["no hangs"] if subject == "loop" else ["ended", "no alarms"]
-    ended, correct = TREE["ended"], TREE["correct"]
-    reasons = [
-        Reason("nothing hangs", all_hold(stored, *hangs),
-               f"{ended.provided_by(subject)}; nsa run 07"),
-        Reason(f"below {answers.LIMIT_GIB:g} GiB, alert from {answers.ALERT_GIB:g} on, {size}",
-               answers.peak(stored, subject), SIZED[subject]),
-        Reason(f"at least {least:g} tokens/s, of a target of {least:g} to {most:g}, {size}",
-               answers.speed(stored, subject), SIZED[subject]),
-        Reason(RIGHT, correct.answer(stored, subject),
-               correct.provided_by(subject)),
-    ]  # fmt: skip
-    return [
-        _aged(one, stored, of_today=one.rule == RIGHT and subject == "today") for one in reasons
-    ]
+    return [_reason(rule, stored, subject) for rule in GO]
 
 
-def _aged(reason: Reason, stored: Stored, *, of_today: bool) -> Reason:
-    """Add the ages of the runs that it was read from. With `of_today`, a positive answer from other
-    code than today's, or from an unknown commit, becomes undecided."""
-    folders = {"/".join(where.split("/")[:2]) for where in reason.answer.where}
-    runs = [run for run in stored.runs if run.opens(run.folder) in folders]
-    answer, ages = reason.answer, tuple(dict.fromkeys(str(run.age()) for run in runs))
-    if of_today and answer.holds and not all(run.age().fresh for run in runs):
+def _reason(rule: Question, stored: Stored, subject: str) -> Reason:
+    answer = rule.answer(stored, subject)
+    folders = {"/".join(where.split("/")[:2]) for where in answer.where}
+    ages = [run.age() for run in stored.runs if run.opens(run.folder) in folders]
+    stale = rule.ages and subject == "today" and not all(age.fresh for age in ages)
+    if stale and answer.holds:
         answer = replace(answer, holds=None, because=f"STALE, {answer.because}")
-    return replace(reason, answer=answer, ages=ages)
+    told = tuple(dict.fromkeys(map(str, ages)))
+    return Reason(rule.text, answer, rule.provided_by(subject), told)
 
 
 def verdict(reasons: list[Reason]) -> str:

@@ -1,6 +1,6 @@
 """Train NSA and dense attention on equal tokens, as many cells as the time allows.
 
-    python -m workbook.rooms.quality --out DIR --seconds 540 --seeds 0,1,2 --arms nsa,dense
+    python -m workbook.rooms.quality --out DIR --seconds 540 --seeds 0,1,2 --variants nsa,dense
 
 needs torch, numpy and jaxtyping alone (and triton on a GPU), and no network: the text is that of
 this Python's installed packages. DIR gets rows.jsonl, a line as soon as a cell is done, and
@@ -20,7 +20,8 @@ from typing import Any
 
 from nsa.model import shards
 from nsa.spelling import nearest
-from workbook.rooms.quality.cells import ARMS, MODELS, Cell, cells_of
+from workbook.lab import todays
+from workbook.rooms.quality.cells import MODELS, VARIANTS, Cell, cells_of
 from workbook.runs.files import plain
 
 SETUP_S, EVALUATE_S = 25.0, 35.0  # first guesses, replaced by the slowest seen
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     option("--out", required=True, help="folder of the results")
     option("--work", help="folder of text and checkpoints; by default ~/.cache/nsa/quality")
     option("--seconds", type=float, default=540.0, help="until it saves and ends")
-    option("--arms", type=_words, default=["nsa", "dense"], help=f"of {', '.join(ARMS)}")
+    option("--variants", type=_words, default=["nsa", "dense"], help=f"of {', '.join(VARIANTS)}")
     option("--seeds", type=_numbers, default=[0, 1, 2], help="0,1,2")
     option("--tokens", type=_numbers, default=[16384], help="lengths T, as 16384,32768")
     option("--bytes", type=_count, default=_count("64M"), help="that a cell is trained on: 64M")
@@ -102,7 +103,7 @@ def run(
         for cell in cells:
             row = known.get(json.dumps(cell.to_dict()))
             left = deadline - time.perf_counter()
-            whole = took.get((cell.arm, cell.tokens), max(took.values(), default=0.0))
+            whole = took.get((cell.variant, cell.tokens), max(took.values(), default=0.0))
             whole = whole if arguments.whole else 0.0
             if row is None and left < max(whole, setup + evaluation):
                 _say(f"{cell.name}: not begun, {left:.0f} s are left")
@@ -118,7 +119,7 @@ def run(
                 row["message"] = f"{type(error).__name__}: {str(error)[:2000]}"
             evaluation = max(evaluation, row.get("evaluation_s", 0.0))
             if fresh:
-                took.setdefault((cell.arm, cell.tokens), time.perf_counter() - began)
+                took.setdefault((cell.variant, cell.tokens), time.perf_counter() - began)
             rows.append(row)
             lines.write(json.dumps(plain(row), allow_nan=False) + "\n")
             lines.flush()
@@ -127,13 +128,13 @@ def run(
 
 
 def _cells(arguments: argparse.Namespace) -> list[Cell]:
-    for arm in arguments.arms:
-        if arm not in ARMS:
-            raise ValueError(f"no arm {arm!r}; {nearest(arm, ARMS)}")
+    for variant in arguments.variants:
+        if variant not in VARIANTS:
+            raise ValueError(f"no variant {variant!r}; {nearest(variant, VARIANTS)}")
     precision = arguments.precision or ("bf16" if _device(arguments) == "cuda" else "fp32")
     common = {"bytes": arguments.bytes, "batch_tokens": arguments.batch_tokens}
     common |= {"model": arguments.model, "lr": arguments.lr, "precision": precision}
-    return cells_of(arguments.arms, arguments.seeds, arguments.tokens, **common)
+    return cells_of(arguments.variants, arguments.seeds, arguments.tokens, **common)
 
 
 def _text(arguments: argparse.Namespace, cells: Sequence[Cell]) -> shards.Shards:
@@ -156,6 +157,7 @@ def _rows(files: Sequence[str]) -> list[dict[str, Any]]:
     try:
         texts = [Path(file).read_text(encoding="utf-8") for file in files]
         read = [json.loads(line) for text in texts for line in text.splitlines()]
+        read = [row | {"cell": todays(row["cell"])} for row in read]
     except (OSError, ValueError) as error:
         raise ValueError(f"--done: {error}") from error
     return [row for row in read if row["outcome"] in ("ok", "diverged")]

@@ -1,4 +1,4 @@
-"""Cells of the comparison: arms of one model, each a seed and a length, on equal tokens."""
+"""Cells of the comparison: variants of one model, each a seed and a length, on equal tokens."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,8 +25,8 @@ BLOCKS = (
     "quarter-blocks",
     "select-64",
 )  # whose blocks dense attention is seen by
-# Changes of the model by arm; dense ones are baselines of the unchanged model.
-ARMS: dict[str, dict[str, Any]] = {
+# Changes of the model by variant; dense ones are baselines of the unchanged model.
+VARIANTS: dict[str, dict[str, Any]] = {
     BASE: {},
     DENSE: {},
     "dense-wide": {},  # its MLPs make up for the parameters that NSA has more
@@ -61,13 +61,13 @@ MODELS = {"small": small, "tiny": tiny, "production": production}
 
 @dataclass(frozen=True)
 class Cell:
-    """One training: an arm of a model, a seed, a length, and how many bytes it sees.
+    """One training: a variant of a model, a seed, a length, and how many bytes it sees.
 
-    Cells that differ in the arm alone see the same bytes in the same order. Raises ValueError for
-    what cannot be trained.
+    Cells that differ in the variant alone see the same bytes in the same order. Raises ValueError
+    for what cannot be trained.
     """
 
-    arm: str
+    variant: str
     seed: int
     tokens: int  # T
     bytes: int  # that training sees, counted again where it sees them again
@@ -77,7 +77,7 @@ class Cell:
     precision: str = "bf16"
 
     def __post_init__(self) -> None:
-        choice("arm", self.arm, ARMS)
+        choice("variant", self.variant, VARIANTS)
         choice("model", self.model, MODELS)
         for name, least in (("seed", 0), ("tokens", LEAST), ("bytes", 1), ("batch_tokens", 1)):
             keep_int(self, name, least)
@@ -104,13 +104,13 @@ class Cell:
     def name(self) -> str:
         """Name of the cell's folder; cells with the same name are equal."""
         rate = f"{self.lr:g}-{self.precision}-{self.batch_tokens}"
-        return f"{self.model}-{self.arm}-{self.tokens}-seed{self.seed}-{self.bytes}-{rate}"
+        return f"{self.model}-{self.variant}-{self.tokens}-seed{self.seed}-{self.bytes}-{rate}"
 
     def config(self) -> ModelConfig:
-        """The arm's model."""
-        base = MODELS[self.model]().with_(**ARMS[self.arm])
-        if self.arm.startswith(DENSE):
-            return dense_twin(base, same_parameters=self.arm == "dense-wide")
+        """The variant's model."""
+        base = MODELS[self.model]().with_(**VARIANTS[self.variant])
+        if self.variant.startswith(DENSE):
+            return dense_twin(base, same_parameters=self.variant == "dense-wide")
         return base
 
     def training(self, compile: bool = False, cuda_graph: bool = False) -> TrainConfig:
@@ -138,9 +138,12 @@ class Cell:
 
 
 def cells_of(
-    arms: Sequence[str], seeds: Sequence[int], lengths: Sequence[int], **common: Any
+    variants: Sequence[str], seeds: Sequence[int], lengths: Sequence[int], **common: Any
 ) -> list[Cell]:
-    """Cells by length, then seed, then arm, so that the first ones to end can be compared."""
+    """Cells by length, then seed, then variant, so that the first ones to end can be compared."""
     return [
-        Cell(arm, seed, tokens, **common) for tokens in lengths for seed in seeds for arm in arms
+        Cell(variant, seed, tokens, **common)
+        for tokens in lengths
+        for seed in seeds
+        for variant in variants
     ]

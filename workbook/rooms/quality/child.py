@@ -20,6 +20,7 @@ from nsa.model.parallel import SINGLE
 from nsa.model.positions import ByPosition, by_position
 from nsa.model.shards import Shards, opened
 from nsa.model.train import WARMUP, Trainer
+from workbook.lab import todays
 from workbook.lab.measure.coverage import coverage
 from workbook.lab.measure.selections import selections
 from workbook.lab.training import trainer_at
@@ -31,7 +32,7 @@ LOOKS = 8  # evaluations along a training, each with a checkpoint
 CHUNK = 16  # steps between looks at the clock
 TIMES = (1, 2, 4)  # of the trained length, at which tasks are asked
 SELECTED_AT = (8192, 32768, 65536)  # lengths whose selections are described, and T itself
-HELD_OUT_SEED = 1337  # of evaluation: every arm and seed reads the same passages
+HELD_OUT_SEED = 1337  # of evaluation: every variant and seed reads the same passages
 SEEN = ("gates", "entropy", "union_mean", "forced", "first_anyway", "local_anyway")
 LEFT_OUT = WARMUP + 2  # first steps of a process, which compile and capture
 AT_ONCE = 65536  # tokens that an evaluation reads at once, or a step's if they are more
@@ -107,8 +108,9 @@ def run_cell(
     folder = folder / cell.name
     asked = amounts.tensors if _selects(cell.config()) else ()
     saved = all((folder / f"tensors-{tokens}").is_dir() for tokens in asked)
-    if (row := read_json(folder / "row.json", {})).get("cell") == cell.to_dict() and saved:
-        return row
+    row = read_json(folder / "row.json", {})
+    if todays(row.get("cell", {})) == cell.to_dict() and saved:
+        return row | {"cell": cell.to_dict()}
     if compile:
         torch.compiler.reset()  # each cell's blocks are others; the compiler's files are kept
     train = Planted(shards.text("train", cell.seed), cell.seed)
@@ -291,7 +293,7 @@ def _looked_at(
                 part.rename(part.with_suffix(""))
     found: dict[str, Any] = {"selections": selected}
     if model.config.attention == "dense":
-        configs = {arm: replace(cell, arm=arm).config().nsa for arm in BLOCKS}
+        configs = {variant: replace(cell, variant=variant).config().nsa for variant in BLOCKS}
         found["coverage"] = coverage(model, read(cell.tokens), configs, cell.precision)
     return found
 

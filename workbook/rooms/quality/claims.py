@@ -29,12 +29,12 @@ def all_claims(rows: Rows) -> list[Claim]:
         found.append(better_at_equal_minutes(rows, tokens))
         found.append(falls_with_position(rows, tokens))
         found += [recalls_as_dense(rows, tokens, kind) for kind in KINDS]
-        found += [control_loses(rows, tokens, arm) for arm in CONTROLS]
+        found += [control_loses(rows, tokens, variant) for variant in CONTROLS]
     return found
 
 
 def nothing_diverged(rows: Rows) -> Claim:
-    """Claim that no seed of any arm diverged; it counts them."""
+    """Claim that no seed of any variant diverged; it counts them."""
     ended = [row["outcome"] for row in rows]
     lost = [table.notes([row]).index[0] for row in rows if row["outcome"] not in ("ok", "diverged")]
     count = ended.count("diverged")
@@ -69,8 +69,8 @@ def falls_with_position(rows: Rows, tokens: int) -> Claim:
     if tokens < 2 * FROM:
         return Claim.not_here(sentence, f"rows of {length(tokens)} do not go far beyond it")
     mine, dense = (
-        table.over_seeds(rows, arm, tokens, lambda row: table.falls(row, FROM))
-        for arm in (BASE, DENSE)
+        table.over_seeds(rows, variant, tokens, lambda row: table.falls(row, FROM))
+        for variant in (BASE, DENSE)
     )
     found = table.paired(rows, DENSE, BASE, tokens, lambda row: table.falls(row, FROM))
     sentence += f" by {mine.told()} bits a byte, as dense's does by {dense.told()}"
@@ -82,7 +82,7 @@ def falls_with_position(rows: Rows, tokens: int) -> Claim:
 def recalls_as_dense(rows: Rows, tokens: int, kind: str) -> Claim:
     """Claim that NSA answers at least as many bytes as dense at the trained length."""
     mine, dense = (
-        table.over_seeds(rows, arm, tokens, table.accuracy(kind)) for arm in (BASE, DENSE)
+        table.over_seeds(rows, variant, tokens, table.accuracy(kind)) for variant in (BASE, DENSE)
     )
     found = table.paired(rows, DENSE, BASE, tokens, table.accuracy(kind))
     sentence = f"at {length(tokens)} NSA's accuracy of {kind} is {mine.told('.3f')}, at least that "
@@ -92,13 +92,13 @@ def recalls_as_dense(rows: Rows, tokens: int, kind: str) -> Claim:
     return _decided(rows, tokens, sentence, found, most=SHARE)
 
 
-def control_loses(rows: Rows, tokens: int, arm: str) -> Claim:
+def control_loses(rows: Rows, tokens: int, variant: str) -> Claim:
     """Claim that one branch alone has more bits a byte than all three: else the comparison would
     not show a loss of attention."""
-    sentence = f"at {length(tokens)} the {arm} branch alone is worse than NSA"
-    if not any(row["cell"]["arm"] == arm for row in rows):
+    sentence = f"at {length(tokens)} the {variant} branch alone is worse than NSA"
+    if not any(row["cell"]["variant"] == variant for row in rows):
         return Claim.not_here(sentence, "this run is without it")
-    found = table.paired(rows, BASE, arm, tokens, table.bits)
+    found = table.paired(rows, BASE, variant, tokens, table.bits)
     if found.values:
         sentence += f": {Interval(tuple(-x for x in found.values)).told('+.4f')} bits a byte"
     return _decided(rows, tokens, sentence, found, most=0.0, aim=False)

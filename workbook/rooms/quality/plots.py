@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from workbook.rooms.quality import table
-from workbook.rooms.quality.cells import ARMS, BASE
+from workbook.rooms.quality.cells import BASE, VARIANTS
 from workbook.rooms.quality.planted import KINDS
 from workbook.runs import looks
 
@@ -35,27 +35,27 @@ def _band(axes, curves: Sequence[dict[float, float]], number: int, name: str, st
 
 
 def _numbered(rows: Rows) -> list[tuple[int, str]]:
-    """Arms with the number of their colour, the same in every figure."""
-    return [(list(ARMS).index(arm), arm) for arm in table.arms(rows)]
+    """Variants with the number of their colour, the same in every figure."""
+    return [(list(VARIANTS).index(variant), variant) for variant in table.variants(rows)]
 
 
 def by_position(rows: Rows, note: str):
     """Plot bits a byte against the position in a held-out row, a panel for each trained length."""
     lengths = [
-        n for n in table.lengths(rows) if any(table.of(rows, a, n) for a in table.arms(rows))
+        n for n in table.lengths(rows) if any(table.of(rows, a, n) for a in table.variants(rows))
     ]
     if not lengths:
         return looks.nothing(NOTHING)
     with looks.figure(len(lengths), 3.4) as (fig, panels):
         for axes, tokens in zip(panels, lengths, strict=True):
-            for number, arm in _numbered(rows):
-                mine = table.of(rows, arm, tokens).values()
+            for number, variant in _numbered(rows):
+                mine = table.of(rows, variant, tokens).values()
                 curves = [
                     {int(end): value for end, value in row["by_position"][str(tokens)].items()}
                     for row in mine
                 ]
                 if curves:
-                    _band(axes, curves, number, arm)
+                    _band(axes, curves, number, variant)
             axes.set_xscale("log", base=2)
             looks.plain_ticks(axes, {64, 512, 2048, 8192, tokens})
             axes.set(xlabel="position, end of its bucket", ylabel="bits a byte")
@@ -71,12 +71,12 @@ def while_training(rows: Rows, note: str, on_gpu: bool):
         return looks.nothing(NOTHING)
     with looks.figure(len(shown), 3.0) as (fig, panels):
         for axes, (tokens, column) in zip(panels, shown, strict=True):
-            for number, arm in _numbered(rows):
+            for number, variant in _numbered(rows):
                 colour, _ = looks.series(number)
-                for row in table.of(rows, arm, tokens).values():
+                for row in table.of(rows, variant, tokens).values():
                     scale = 1.0 if column else MIB
                     curve = [[point[column] / scale, point[2]] for point in row["curve"]]
-                    look = {"color": colour, "ls": _style(number), "label": arm, "lw": 1.2}
+                    look = {"color": colour, "ls": _style(number), "label": variant, "lw": 1.2}
                     axes.plot(*zip(*curve, strict=True), **look)
             axes.set(xlabel=axis[column], ylabel="bits a byte")
             looks.title(axes, f"trained at {looks.length(tokens)}, a line a seed", note)
@@ -90,14 +90,14 @@ def tasks(rows: Rows, note: str):
     with looks.figure(len(KINDS), 2.8) as (fig, panels):
         for axes, kind in zip(panels, KINDS, strict=True):
             for line, tokens in enumerate(table.lengths(rows)):
-                for number, arm in _numbered(rows):
-                    mine = table.of(rows, arm, tokens).values()
+                for number, variant in _numbered(rows):
+                    mine = table.of(rows, variant, tokens).values()
                     curves = [
                         {int(at): found[0] for at, found in row["tasks"][kind].items()}
                         for row in mine
                     ]
                     if curves:
-                        name = f"{arm}, trained at {looks.length(tokens)}"
+                        name = f"{variant}, trained at {looks.length(tokens)}"
                         _band(axes, curves, number, name, ("-", "--", ":")[line % 3])
             axes.set_xscale("log", base=2)
             asked = {int(at) for row in rows for at in row.get("tasks", {}).get(kind, ())}
@@ -111,7 +111,7 @@ def selection_while_training(rows: Rows, note: str):
     """Plot NSA's gates, as shares of their sum and as each layer's sum, and how many blocks 64
     neighbours select together, against bytes seen, a line a seed and length. Shares and blocks are
     means over layers."""
-    mine = [row for row in rows if row["outcome"] == "ok" and row["cell"]["arm"] == BASE]
+    mine = [row for row in rows if row["outcome"] == "ok" and row["cell"]["variant"] == BASE]
     mine = [row for row in mine if row.get("selected")]
     if not mine:
         return looks.nothing(NOTHING)
@@ -141,14 +141,14 @@ def unions(rows: Rows, note: str):
     """Plot how many distinct blocks neighbours select together, over layers and seeds of NSA."""
     counts: dict[tuple[str, str], Counter[int]] = {}
     for row in rows:
-        if row["outcome"] == "ok" and row["cell"]["arm"] == BASE:
+        if row["outcome"] == "ok" and row["cell"]["variant"] == BASE:
             for at, layers in row["selections"].items():
                 for layer in layers:
                     for n, found in layer["union"].items():
                         into = counts.setdefault((n, at), Counter())
                         into.update({int(k): v for k, v in found.items()})
     if not counts:
-        return looks.nothing("no arm selects blocks")
+        return looks.nothing("no variant selects blocks")
     neighbours = list(dict.fromkeys(n for n, _ in counts))
     with looks.figure(len(neighbours), 2.6) as (fig, panels):
         for axes, n in zip(panels, neighbours, strict=True):

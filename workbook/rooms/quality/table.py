@@ -50,9 +50,11 @@ class Interval:
         return f"{self.mean:{form}} ± {self.half:{form.lstrip('+')}}"
 
 
-def of(rows: Rows, arm: str, tokens: int) -> dict[int, dict[str, Any]]:
-    """Rows of an arm that ended well, by seed."""
-    mine = [row for row in rows if (row["cell"]["arm"], row["cell"]["tokens"]) == (arm, tokens)]
+def of(rows: Rows, variant: str, tokens: int) -> dict[int, dict[str, Any]]:
+    """Rows of a variant that ended well, by seed."""
+    mine = [
+        row for row in rows if (row["cell"]["variant"], row["cell"]["tokens"]) == (variant, tokens)
+    ]
     return {row["cell"]["seed"]: row for row in mine if row["outcome"] == "ok"}
 
 
@@ -60,13 +62,13 @@ def lengths(rows: Rows) -> list[int]:
     return sorted({row["cell"]["tokens"] for row in rows})
 
 
-def arms(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(row["cell"]["arm"] for row in rows))
+def variants(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(row["cell"]["variant"] for row in rows))
 
 
-def over_seeds(rows: Rows, arm: str, tokens: int, value: Callable[[dict], float]) -> Interval:
+def over_seeds(rows: Rows, variant: str, tokens: int, value: Callable[[dict], float]) -> Interval:
     """A number of each seed's row."""
-    return Interval(tuple(value(row) for row in of(rows, arm, tokens).values()))
+    return Interval(tuple(value(row) for row in of(rows, variant, tokens).values()))
 
 
 def text_of(row: dict[str, Any]) -> str:
@@ -75,7 +77,7 @@ def text_of(row: dict[str, Any]) -> str:
 
 
 def pairs(rows: Rows, one: str, other: str, tokens: int) -> list[tuple[dict, dict]]:
-    """Rows of both arms, seed by seed, that saw the same bytes in the same order."""
+    """Rows of both variants, seed by seed, that saw the same bytes in the same order."""
     first, second = of(rows, one, tokens), of(rows, other, tokens)
     both = [(first[seed], second[seed]) for seed in sorted(first.keys() & second)]
     return [(x, y) for x, y in both if text_of(x) == text_of(y)]
@@ -124,35 +126,35 @@ def equal_minutes(rows: Rows, tokens: int) -> Interval:
 
 
 def overview(rows: Rows) -> pandas.DataFrame:
-    """Table, a line per length and arm: bits a byte, difference from dense, tasks, speed; and the
-    texts, by letters, where rows of several machines are of several."""
+    """Table, a line per length and variant: bits a byte, difference from dense, tasks, speed; and
+    the texts, by letters, where rows of several machines are of several."""
     texts = list(dict.fromkeys(text_of(row) for row in rows if row["outcome"] == "ok"))
     lines = []
     for tokens in lengths(rows):
-        for arm in arms(rows):
-            mine = over_seeds(rows, arm, tokens, bits)
+        for variant in variants(rows):
+            mine = over_seeds(rows, variant, tokens, bits)
             ended = [
                 r["outcome"]
                 for r in rows
-                if r["cell"]["arm"] == arm and r["cell"]["tokens"] == tokens
+                if r["cell"]["variant"] == variant and r["cell"]["tokens"] == tokens
             ]
             if not ended:
                 continue
-            line = {"T": length(tokens), "arm": arm, "seeds": len(mine.values)}
+            line = {"T": length(tokens), "arm": variant, "seeds": len(mine.values)}
             if len(texts) > 1:
-                seen = {texts.index(text_of(row)) for row in of(rows, arm, tokens).values()}
+                seen = {texts.index(text_of(row)) for row in of(rows, variant, tokens).values()}
                 line["text"] = ", ".join(chr(ord("A") + number) for number in sorted(seen))
             line["diverged"] = ended.count("diverged")
             line["bits a byte"] = mine.told()
-            dense = paired(rows, arm, DENSE, tokens, lambda row: 100 * row["bits"])
+            dense = paired(rows, variant, DENSE, tokens, lambda row: 100 * row["bits"])
             base = over_seeds(rows, DENSE, tokens, bits).mean
             line["over dense, %"] = Interval(tuple(v / base for v in dense.values)).told("+.2f")
             for kind in KINDS:
-                line[kind] = over_seeds(rows, arm, tokens, accuracy(kind)).told(".2f")
-            speeds = [r["tokens_s"] for r in of(rows, arm, tokens).values() if r["tokens_s"]]
+                line[kind] = over_seeds(rows, variant, tokens, accuracy(kind)).told(".2f")
+            speeds = [r["tokens_s"] for r in of(rows, variant, tokens).values() if r["tokens_s"]]
             line["kB/s"] = f"{mean(speeds) / 1e3:,.0f}" if speeds else ""
             lines.append(line)
-    return pandas.DataFrame(lines).set_index(["T", "arm"])
+    return pandas.DataFrame(lines).set_index(["T", "arm"])  # as committed tables
 
 
 def notes(rows: Rows) -> pandas.DataFrame:
@@ -194,9 +196,9 @@ def covered(rows: Rows) -> pandas.DataFrame:
         for number, same in enumerate(zip(*(row["coverage"] for row in mine), strict=True)):
             line = {"T": length(tokens), "layer": number}
             line["beyond the window"] = f"{mean(one[BASE]['far'] for one in same):.2f}"
-            for arm in same[0]:
-                held = (mean(one[arm][name] for one in same) for name in ("chosen", "best"))
-                line[arm] = " / ".join(f"{share:.2f}" for share in held)
+            for variant in same[0]:
+                held = (mean(one[variant][name] for one in same) for name in ("chosen", "best"))
+                line[variant] = " / ".join(f"{share:.2f}" for share in held)
             lines.append(line)
     return pandas.DataFrame(lines)
 
@@ -204,7 +206,7 @@ def covered(rows: Rows) -> pandas.DataFrame:
 def facts(cells: Sequence[Cell], parameters: dict[str, int]) -> list[str]:
     """Machine-independent lines."""
     first = cells[0]
-    lines = [f"{arm}: {count:,} parameters" for arm, count in parameters.items()]
+    lines = [f"{variant}: {count:,} parameters" for variant, count in parameters.items()]
     lines.append(f"{len(cells)} cells of {first.steps} steps, {first.batch} rows of {first.tokens}")
     lines.append(f"bytes a parameter: {first.bytes / parameters[BASE]:.2f}")
     lines.append(f"planted: a task in {DENSITY} bytes of training text; recall asks {PAIRS} facts")
@@ -212,7 +214,7 @@ def facts(cells: Sequence[Cell], parameters: dict[str, int]) -> list[str]:
 
 
 def parameters_of(cells: Sequence[Cell]) -> dict[str, int]:
-    """Number of parameters by arm."""
+    """Number of parameters by variant."""
     import torch
 
     from nsa.model.llama import LanguageModel, parameter_count
@@ -220,5 +222,5 @@ def parameters_of(cells: Sequence[Cell]) -> dict[str, int]:
     found = {}
     for cell in cells:
         with torch.device("meta"):
-            found.setdefault(cell.arm, parameter_count(LanguageModel(cell.config())))
+            found.setdefault(cell.variant, parameter_count(LanguageModel(cell.config())))
     return found

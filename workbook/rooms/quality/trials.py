@@ -27,17 +27,19 @@ def cells(values: Mapping[str, Any]) -> list[Cell]:
     """The cells of the notebook's parameters. ValueError for any that cannot be trained."""
     common = {name: values[name] for name in ("model", "batch_tokens", "lr")}
     common |= {"bytes": values["train_bytes"], "precision": values["precision"]}
-    return cells_of(values["arms"], values["seeds"], values["tokens"], **common)
+    return cells_of(values["variants"], values["seeds"], values["tokens"], **common)
 
 
 def check_parameters(values: Mapping[str, Any]) -> None:
     """Raise ValueError for notebook parameters that cannot be run."""
     found = cells(values)
     for name in (BASE, DENSE):
-        if name not in values["arms"]:
-            raise ValueError(f"arms={values['arms']} lack {name!r}, with which arms are compared")
+        if name not in values["variants"]:
+            raise ValueError(
+                f"variants={values['variants']} lack {name!r}, with which variants are compared"
+            )
     if len(set(found)) < len(found):
-        raise ValueError("two cells are equal; each arm, seed and length is named once")
+        raise ValueError("two cells are equal; each variant, seed and length is named once")
     choice("longest", values["longest"], (1, 2, 4))
     measured.check_files(values["rows"], "python -m workbook.rooms.quality")
     if values["rows"]:
@@ -45,7 +47,7 @@ def check_parameters(values: Mapping[str, Any]) -> None:
 
 
 def read(files: Sequence[str], cell: Cell) -> list[dict[str, Any]]:
-    """Rows of the files that were trained as `cell` was: arm, seed and length may differ.
+    """Rows of the files that were trained as `cell` was: variant, seed and length may differ.
     ValueError, with how the others were trained, if there are none."""
     found, wanted = measured.read(files), {name: getattr(cell, name) for name in SAME}
     others = [{name: row["cell"][name] for name in SAME} for row in found]
@@ -124,7 +126,7 @@ def to_metrics(rows: Rows) -> list[dict[str, Any]]:
     for row in rows:
         cell = row["cell"]
         config = cell | {name: row.get(name) for name in ("outcome", "message", "parameters")}
-        same = {"operation": "training", "backend": cell["arm"], "config": config}
+        same = {"operation": "training", "backend": cell["variant"], "config": config}
         same |= {name: row[name] for name in ("device", "torch") if row.get(name)}
         same |= {"mode": f"seed {cell['seed']}", "x_name": "tokens", "x_value": cell["tokens"]}
         if row["outcome"] != "ok":

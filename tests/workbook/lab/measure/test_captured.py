@@ -92,9 +92,9 @@ def test_every_run_and_head_draws_its_own_coefficient():
 
 def rows(union):
     layer = {"union": {str(UNITED): {str(n): c for n, c in union.items()}}}
-    good = {"cell": {"arm": "nsa"}, "outcome": "ok", "selections": {"1024": [layer]}}
-    other = good | {"cell": {"arm": "shared-kv"}}
-    return [good, good, other, {"cell": {"arm": "nsa"}, "outcome": "diverged"}]
+    good = {"cell": {"variant": "nsa"}, "outcome": "ok", "selections": {"1024": [layer]}}
+    other = good | {"cell": {"variant": "shared-kv"}}
+    return [good, good, other, {"cell": {"variant": "nsa"}, "outcome": "diverged"}]
 
 
 def test_a_description_is_stored_small_and_read_by_the_nearest_length(tmp_path, model, monkeypatch):
@@ -107,7 +107,7 @@ def test_a_description_is_stored_small_and_read_by_the_nearest_length(tmp_path, 
     assert line["union"] == {n: 2 * count for n, count in sorted(model.items())}
     assert line["distance"] < 0.05 and len(line["coefficients"]) == captured.COUNT
     assert table_for(65536, file) == line["coefficients"] and len(file.read_bytes()) < 4096
-    with pytest.raises(ValueError, match="no selections of the arm 'nsa' at 96 tokens or more"):
+    with pytest.raises(ValueError, match="no selections of the variant 'nsa' at 96 tokens or more"):
         captured.store([*rows(model)[2:], short], file)
 
 

@@ -199,7 +199,7 @@ def test_attempts_that_differ_are_flaky(fake):
     assert together == {True: "FLAKY"} and len(swept.flaky) == 2
 
 
-def test_arms_that_ran_the_same_code_are_invalid(fake):
+def test_variants_that_ran_the_same_code_are_invalid(fake):
     def done(backend, paths):
         evidence = Evidence(witness={"paths": paths})
         return Done({"backend": backend, "layers": 1}, backend, Verdict("PASS"), evidence)

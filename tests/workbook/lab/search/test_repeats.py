@@ -38,15 +38,18 @@ def test_what_cannot_be_compared_is_refused():
         jeffreys(3, 2)
 
 
-def test_arms_that_ran_one_path_are_invalid():
-    def arm(name, times=6, **more):
+def test_variants_that_ran_one_path_are_invalid():
+    def variant(name, times=6, **more):
         ran = {"slc": {name: times}, "win": {"gather": times}}
         return returned(witness={"paths": ran, "backends": {name: times}} | more)
 
-    one, other = arm("gather"), arm("masked")
-    assert compare_paths(one, arm("gather", 60)).label == "INVALID:same-path"
+    one, other = variant("gather"), variant("masked")
+    assert compare_paths(one, variant("gather", 60)).label == "INVALID:same-path"
     assert compare_paths(one, other).kind == "PASS"
     assert "only the second ran slc: masked" in compare_paths(one, other).because
     assert compare_paths(one, returned(witness=None)).label == "INCONCLUSIVE:no-witness"
     assert compare_paths(one, returned(witness={"paths": {}})).kind == "INCONCLUSIVE"
-    assert compare_paths(arm("gather", compiled=False), arm("gather", compiled=True)).kind == "PASS"
+    assert (
+        compare_paths(variant("gather", compiled=False), variant("gather", compiled=True)).kind
+        == "PASS"
+    )

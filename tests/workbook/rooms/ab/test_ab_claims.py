@@ -21,21 +21,23 @@ def results(given, rule, make, repeats=3, missing=0):
     plan = ABPlan(**given, expect=[rule] if rule else [], repeats=repeats, count=True)
     found = Results(plan)
     for turn in range(repeats):
-        for arm in plan.listed:
+        for variant in plan.listed:
             made = {"kind": "PASS", "losses": [5.0, 4.0], "says": "", "paths": None} | make(
-                arm.cell, turn
+                variant.cell, turn
             )
-            paths = made["paths"] or str(arm.cell)
+            paths = made["paths"] or str(variant.cell)
             evidence = Evidence(
-                spec={"settings": arm.trial | {"tokens": 64}},
+                spec={"settings": variant.trial | {"tokens": 64}},
                 end=End("returned", 0, message=made["says"]),
                 losses=made["losses"],
                 witness={"paths": {"cmp": {paths: 1}}},
                 result={"gradients": made.get("gradients", "same")},
             )
-            done = Done(arm.trial, f"{len(found.trials):012x}", Verdict(made["kind"]), evidence)
+            done = Done(variant.trial, f"{len(found.trials):012x}", Verdict(made["kind"]), evidence)
             values = {name: v for name, v in made.items() if isinstance(v, float)}
-            found.trials.append(Trial(arm, turn, done, values if made["kind"] == "PASS" else {}))
+            found.trials.append(
+                Trial(variant, turn, done, values if made["kind"] == "PASS" else {})
+            )
     if missing:
         found.trials, found.why = found.trials[:-missing], "the budget of 1 s is spent"
     return found
@@ -47,7 +49,7 @@ def verdict(given, rule, make, **more):
 
 
 def by(name, values, noise=(0.0, 0.01, -0.01), **of):
-    """A metric by an arm's value of a factor, with a little noise by turn."""
+    """A metric by a variant's value of a factor, with a little noise by turn."""
     return lambda cell, turn: {of.get("of", "seconds"): values[cell[name]] * (1 + noise[turn])}
 
 
@@ -86,7 +88,7 @@ def test_a_named_verdict(wanted, expected):
      ("nan in MulBackward0", "PASS", "FAIL")],
 )  # fmt: skip
 def test_a_planted_fault_is_one_that_fails_and_says_what(says, kind, expected):
-    rule = {"fault": {"arm": "backend=masked", "says": "MulBackward0"}}
+    rule = {"fault": {"variant": "backend=masked", "says": "MulBackward0"}}
     assert verdict(TWO, rule, lambda c, t: {"kind": kind, "says": says}) == expected
 
 
@@ -95,7 +97,7 @@ def test_a_planted_fault_is_one_that_fails_and_says_what(says, kind, expected):
     [((None, None), (9.0, 9.0), "PASS"), (("x", "x"), (9.0, 8.0), "PASS"),
      (("x", "x"), (9.0, 9.0), "FAIL")],
 )  # fmt: skip
-def test_arms_are_different_programs_by_their_paths_or_their_operations(
+def test_variants_are_different_programs_by_their_paths_or_their_operations(
     paths, operations, expected
 ):
     def make(cell, turn):
@@ -105,7 +107,7 @@ def test_arms_are_different_programs_by_their_paths_or_their_operations(
     assert verdict(TWO, "different_programs", make) == expected
 
 
-def test_arms_that_name_other_code_and_ran_the_same_are_invalid_unasked():
+def test_variants_that_name_other_code_and_ran_the_same_are_invalid_unasked():
     def make(cell, turn):
         return {"paths": "x"}
 
@@ -151,14 +153,14 @@ def test_last_losses_are_compared_in_pairs_relative_to_the_smaller(rule, ends, e
     assert verdict(given, rule, lambda c, t: {"losses": [9.0, of[c["backend"]]]}) == expected
 
 
-def test_losses_of_an_arm_that_failed_are_not_compared():
+def test_losses_of_a_variant_that_failed_are_not_compared():
     def make(cell, turn):
         return {"kind": "CRASH" if cell["backend"] == "masked" else "PASS"}
 
     assert verdict(TWO, {"equal_loss": 0}, make) == "INCONCLUSIVE"
 
 
-def test_losses_are_compared_among_arms_that_train_the_same():
+def test_losses_are_compared_among_variants_that_train_the_same():
     given = {"factors": {**DEPTHS["factors"], **TWO["factors"]}}
     assert verdict(given, {"equal_loss": 0}, lambda c, t: {"losses": [c["layers"]]}) == "PASS"
 
@@ -203,7 +205,7 @@ def test_a_cost_is_judged_by_its_interval(bounds, ratio, noise, expected):
     assert verdict(TWO, {"cost": {"factor": "backend", **bounds}}, make) == expected
 
 
-def test_drift_that_meets_both_arms_of_a_turn_does_not_widen_a_cost():
+def test_drift_that_meets_both_variants_of_a_turn_does_not_widen_a_cost():
     drift = (1.0, 3.0, 10.0)
     make = lambda c, t: {"seconds": drift[t] * (2.0 if c["backend"] == "masked" else 1.0)}  # noqa: E731
     rule = {"cost": {"factor": "backend", "least": 1.99, "most": 2.01}}
@@ -215,7 +217,7 @@ def test_nothing_has_no_ratio(gather, masked):
     rule = {"cost": {"factor": "backend", "of": "allocated", "least": 0.5}}
     make = by("backend", {"gather": gather, "masked": masked}, STEADY, of="allocated")
     (judged,) = claims.judge(results(TWO, rule, make))
-    assert judged.verdict == "INCONCLUSIVE" and "allocated is 0 in some arm" in judged.found
+    assert judged.verdict == "INCONCLUSIVE" and "allocated is 0 in some variant" in judged.found
 
 
 def test_one_turn_has_no_interval_of_times_and_a_point_of_memory():
@@ -310,7 +312,7 @@ def test_the_table_has_ratios_on_a_cpu_seconds_on_a_gpu_and_no_numbers_of_what_f
         return {"seconds": 2.0 if cell["backend"] == "masked" else 1.0, "allocated": 3.0}
 
     found = results(CHOICES, "same_verdict", make)
-    on_cpu, on_gpu = table.arms(found, on_cpu=True), table.arms(found, on_cpu=False)
+    on_cpu, on_gpu = table.variants(found, on_cpu=True), table.variants(found, on_cpu=False)
     masked, failed = "backend=masked, checkpoint=''", "backend=gather, checkpoint=all"
     assert on_cpu.loc[masked, "seconds / first"] == "2.00"
     assert on_gpu.loc[masked, "seconds, s"] == "2"
@@ -324,9 +326,9 @@ def test_figures_are_drawn_of_what_there_is():
     plain = results(TWO, None, by("backend", {"gather": 1.0, "masked": 2.0}))
     depths = results(DEPTHS, None, by("layers", {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}))
     nothing = results(DEPTHS, None, lambda c, t: {"kind": "HANG"})
-    assert plots.arms(plain) and plots.arms(nothing) and plots.over(nothing)
+    assert plots.variants(plain) and plots.variants(nothing) and plots.over(nothing)
     assert plots.over(plain) is None and plots.losses(plain) is None
-    (axes,) = plots.arms(plain).axes
+    (axes,) = plots.variants(plain).axes
     assert axes.get_legend_handles_labels()[1] == ["one turn", "median"]
     (axes,) = plots.over(depths).axes
     assert axes.get_xlabel() == "layers" and "least squares" in axes.get_legend_handles_labels()[1]

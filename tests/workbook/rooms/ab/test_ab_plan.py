@@ -1,38 +1,54 @@
-"""A plan of arms: what it means, and what is refused before any trial."""
+"""A plan of variants: what it means, and what is refused before any trial."""
 
 import pytest
 
 from workbook.rooms.ab.plan import ABPlan
+from workbook.runs.parameters import read_file
 
 TWO = {"factors": {"backend": ["gather", "masked"]}}
 GRID = {"factors": {"backend": ["gather", "masked"], "layers": [1, 2, 4]}}
 
 
 def names(**given):
-    return [arm.name for arm in ABPlan(**given).listed]
+    return [variant.name for variant in ABPlan(**given).listed]
 
 
-def test_every_combination_is_an_arm_and_the_first_values_come_first():
+def test_every_combination_is_a_variant_and_the_first_values_come_first():
     assert names(**GRID)[0] == "backend=gather, layers=1" and len(names(**GRID)) == 6
 
 
-def test_never_leaves_arms_out():
+def test_never_leaves_variants_out():
     never = [{"backend": "masked", "layers": [2, 4]}]
     assert len(names(**GRID, never=never)) == 4
 
 
-def test_arms_by_name_have_the_defaults_of_what_they_do_not_name():
-    arms = {"plain": {}, "careful": {"anomaly": True, "checkpoint": "all"}}
-    plain, careful = ABPlan(arms=arms).listed
+def test_variants_by_name_have_the_defaults_of_what_they_do_not_name():
+    variants = {"plain": {}, "careful": {"anomaly": True, "checkpoint": "all"}}
+    plain, careful = ABPlan(variants=variants).listed
     assert plain.trial == {"anomaly": False, "checkpoint": ""}
-    assert careful.trial == arms["careful"] and careful.cell == {"arm": "careful"}
+    assert careful.trial == variants["careful"] and careful.cell == {"variant": "careful"}
+
+
+def test_a_stored_plan_of_named_variants_means_what_it_meant(tmp_path):
+    file = tmp_path / "parameters.yaml"
+    file.write_text(
+        "arms: {plain: {}, careful: {anomaly: true}}\n"
+        "expect: [{cost: {factor: arm, value: careful}}, {fault: {arm: plain, says: no}},\n"
+        "         {equal_loss: 0.0, where: {arm: [plain, careful]}}]\n"
+    )
+    cost, fault, loss = ABPlan(**read_file(file)).rules
+    assert (cost.given["factor"], fault.given["variant"]) == ("variant", "plain")
+    assert loss.says.endswith("where variant=['plain', 'careful']")
+    own = {"subject": "stranger:make", "factors": {"arm": [1, 2, 3]}}  # a factor of that name
+    (line,) = ABPlan(**own, expect=[{"linear_in": {"factor": "arm"}}]).rules
+    assert line.given["factor"] == "arm"
 
 
 def test_true_and_1_are_two_values():
-    arms = {"a": {"width": 1, "depth": 2}, "b": {"width": True, "depth": 3}}
-    plan = ABPlan(subject="stranger:make", arms=arms)
+    variants = {"a": {"width": 1, "depth": 2}, "b": {"width": True, "depth": 3}}
+    plan = ABPlan(subject="stranger:make", variants=variants)
     assert [type(value) for value in plan.trials.values["width"]] == [int, bool]
-    assert [type(arm.trial["width"]) for arm in plan.listed] == [int, bool]
+    assert [type(variant.trial["width"]) for variant in plan.listed] == [int, bool]
 
 
 def test_every_trial_is_measured_and_counted_only_if_asked_for():
@@ -46,12 +62,12 @@ def test_every_trial_is_measured_and_counted_only_if_asked_for():
 def test_a_plan_is_placed_where_it_does_not_say_itself_what_trains_it():
     def settings(**given):
         plan = ABPlan.on("cpu", 1, **given)
-        return [plan.trials.spec(arm.trial).settings["threads"] for arm in plan.listed]
+        return [plan.trials.spec(variant.trial).settings["threads"] for variant in plan.listed]
 
     assert settings(**TWO) == [1, 1]
     assert settings(**TWO, settings={"threads": 2}) == [2, 2]
     assert settings(factors={"threads": [1, 2]}) == [1, 2]
-    assert settings(arms={"one": {"threads": 1}, "two": {"threads": 2}}) == [1, 2]
+    assert settings(variants={"one": {"threads": 1}, "two": {"threads": 2}}) == [1, 2]
 
 
 def test_a_strangers_subject_gets_no_settings_of_ours():
@@ -59,34 +75,38 @@ def test_a_strangers_subject_gets_no_settings_of_ours():
     assert plan.trials.spec(plan.listed[0].trial).settings == {"width": 1, "seed": 1337}
 
 
-def test_arms_that_train_the_same_are_told_from_those_that_do_not():
+def test_variants_that_train_the_same_are_told_from_those_that_do_not():
     groups = ABPlan(**GRID).alike().values()
-    assert [[arm.cell["layers"] for arm in group] for group in groups] == [[1, 1], [2, 2], [4, 4]]
+    assert [[variant.cell["layers"] for variant in group] for group in groups] == [
+        [1, 1],
+        [2, 2],
+        [4, 4],
+    ]
 
 
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({}, "no arms: a plan has factors"),
-        ({**TWO, "arms": {"a": {}, "b": {"anomaly": True}}}, "both factors and arms"),
+        ({}, "no variants: a plan has factors"),
+        ({**TWO, "variants": {"a": {}, "b": {"anomaly": True}}}, "both factors and variants"),
         ({"factors": {"bakend": ["gather"]}}, "unknown factor 'bakend'; the nearest is 'backend'"),
-        ({"arms": {"a": {}, "b": {"anomlay": True}}}, "the nearest is 'anomaly'"),
-        ({"arms": {"a": {}, "b": {}}}, "all are equal"),
-        ({"arms": {"a": {}, "b": {"anomaly": False}}}, "arms 'a' and 'b' are equal"),
-        ({"arms": {"a": {}, "b": "anomaly"}}, "must be a mapping of factors"),
+        ({"variants": {"a": {}, "b": {"anomlay": True}}}, "the nearest is 'anomaly'"),
+        ({"variants": {"a": {}, "b": {}}}, "all are equal"),
+        ({"variants": {"a": {}, "b": {"anomaly": False}}}, "variants 'a' and 'b' are equal"),
+        ({"variants": {"a": {}, "b": "anomaly"}}, "must be a mapping of factors"),
         (
-            {"arms": {"a": {"layers": 1, "checkpoint": "0:2"}, "b": {}}},
+            {"variants": {"a": {"layers": 1, "checkpoint": "0:2"}, "b": {}}},
             "cannot be run",
         ),
-        ({"factors": {"layers": [2]}}, "one arm, .*, has none to be compared with"),
+        ({"factors": {"layers": [2]}}, "one variant, .*, has none to be compared with"),
         ({"factors": {"layers": [1, 2]}, "steps": 2}, "leave none to time after warmup=2"),
         ({**TWO, "settings": {"compile": True}, "count": True}, "fused kernels"),
         ({**TWO, "repeats": 0}, "repeats=0 must be a whole number of at least 1"),
         ({**TWO, "settings": {"measure": False}}, "every trial is measured"),
         ({**TWO, "settings": {"backend": "gather"}}, "both fixed and varied"),
         (
-            {"subject": "stranger:make", "arms": {"a": {"width": 1}, "b": {}}},
-            "give it in every arm",
+            {"subject": "stranger:make", "variants": {"a": {"width": 1}, "b": {}}},
+            "give it in every variant",
         ),
     ],
 )
@@ -106,7 +126,7 @@ def test_a_plan_that_cannot_be_run_is_refused(given, message):
         ({"equal_loss": -1}, "of at least 0"),
         ({"verdict": "PAST"}, "verdict='PAST' is unknown"),
         ({"verdict": {"backend=gathre, layers=1": "PASS"}}, "the nearest is 'backend=gather, l"),
-        ({"fault": {"arm": "backend=gather, layers=1"}}, "fault needs says"),
+        ({"fault": {"variant": "backend=gather, layers=1"}}, "fault needs says"),
         ({"equal": {"of": "alocated"}}, "the nearest is 'allocated'"),
         ({"equal": {"of": "seconds"}}, "cost, with least and most, judges their interval"),
         ({"equal": {"of": "operations"}}, "count: true"),
@@ -118,15 +138,18 @@ def test_a_plan_that_cannot_be_run_is_refused(given, message):
         ({"cost": {"factor": "backend", "least": 2, "most": 1}}, "least=2 is above most=1"),
         ({"linear_in": {"factor": "backend"}}, "must be 3 or more numbers"),
         ({"linear_in": {"factor": "tokens"}}, "'tokens' is not varied"),
-        ({"linear_in": {"factor": "layers"}, "where": {"layers": [1, 2]}}, "no two arms differ"),
+        (
+            {"linear_in": {"factor": "layers"}, "where": {"layers": [1, 2]}},
+            "no two variants differ",
+        ),
         ({"linear_in": {"factor": "layers", "r2": 2}}, "more than 1"),
         ({"exponent_in": {"factor": "layers", "start": 2}}, "must be 3 or more numbers"),
         ({"rank_order": {"factor": "backend", "order": ["gather"]}}, "two or more values"),
         ({"rank_order": {"factor": "backend", "order": ["gather", "flex"]}}, "'flex' is none of"),
-        ({"equal_loss": 0, "where": {"backend": "gather"}}, "no two arms train the same"),
+        ({"equal_loss": 0, "where": {"backend": "gather"}}, "no two variants train the same"),
         ({"same_verdict": None, "where": {"layers": 3}}, "3 is none of"),
         ({"same_verdict": None, "where": {"tokens": 3}}, "'tokens' is not varied"),
-        ({"same_verdict": None, "where": {"layers": 1, "backend": "gather"}}, "leaves 1 arm"),
+        ({"same_verdict": None, "where": {"layers": 1, "backend": "gather"}}, "leaves 1 variant"),
     ],
 )
 def test_an_expectation_that_does_not_fit_is_refused(rule, message):
@@ -137,7 +160,7 @@ def test_an_expectation_that_does_not_fit_is_refused(rule, message):
 def test_a_power_is_of_the_values_from_its_start_on():
     depths = {"factors": {"layers": [1, 2, 4, 8]}}
     (rule,) = ABPlan(**depths, expect=[{"exponent_in": {"factor": "layers", "start": 2}}]).rules
-    assert [[arm.cell["layers"] for arm in group] for group in rule.groups] == [[2, 4, 8]]
+    assert [[variant.cell["layers"] for variant in group] for group in rule.groups] == [[2, 4, 8]]
 
 
 def test_yaml_reads_1e_4_as_text_and_the_rule_as_a_number():

@@ -40,7 +40,7 @@ def made_up(monkeypatch):
     return ran, takes
 
 
-def test_arms_take_turns(made_up, tmp_path):
+def test_variants_take_turns(made_up, tmp_path):
     trials.run(ABPlan(**PLAN), Ledger(tmp_path))
     assert made_up[0] == [(1, 0), (2, 0), (4, 0), (1, 1), (2, 1), (4, 1)]
 

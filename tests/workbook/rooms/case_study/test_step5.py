@@ -224,7 +224,7 @@ def test_other_evidence_ends_in_another_leaf(healthy, decided, sentence, leaf):
     assert claims.the_tree_ends_in_slow(healthy, found).verdict == "FAIL"
 
 
-def test_equal_arms_are_invalid_and_a_loop_whose_operations_explain_nothing_is_profiled(
+def test_equal_variants_are_invalid_and_a_loop_whose_operations_explain_nothing_is_profiled(
     healthy, decided
 ):
     for row in healthy.operations:

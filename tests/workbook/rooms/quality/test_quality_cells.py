@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from nsa.model.llama import LanguageModel, parameter_count
-from workbook.rooms.quality.cells import ARMS, MODELS, Cell, cells_of
+from workbook.rooms.quality.cells import MODELS, VARIANTS, Cell, cells_of
 
 
 def cell(**changes):
-    return Cell(**{"arm": "nsa", "seed": 0, "tokens": 512, "bytes": 4096, "model": "tiny",
+    return Cell(**{"variant": "nsa", "seed": 0, "tokens": 512, "bytes": 4096, "model": "tiny",
                    "batch_tokens": 1024} | changes)  # fmt: skip
 
 
@@ -15,19 +15,19 @@ def parameters(one):
         return parameter_count(LanguageModel(one.config()))
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_every_arm_is_a_model_of_the_same_width_and_depth(arm):
-    config, base = cell(arm=arm).config(), cell().config()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_a_model_of_the_same_width_and_depth(variant):
+    config, base = cell(variant=variant).config(), cell().config()
     assert (config.dim, config.layers, config.heads) == (base.dim, base.layers, base.heads)
-    assert config.attention == ("dense" if arm.startswith("dense") else "nsa")
-    assert arm in ("nsa", "dense") or config != base
+    assert config.attention == ("dense" if variant.startswith("dense") else "nsa")
+    assert variant in ("nsa", "dense") or config != base
 
 
 def test_the_models_have_the_parameters_that_they_say():
     assert parameters(cell(model="small")) == pytest.approx(21e6, rel=0.05)
     assert parameters(cell()) == pytest.approx(130_000, rel=0.1)
     wide, nsa, dense = (
-        parameters(cell(model="small", arm=a)) for a in ("dense-wide", "nsa", "dense")
+        parameters(cell(model="small", variant=a)) for a in ("dense-wide", "nsa", "dense")
     )
     assert dense < nsa and abs(wide - nsa) < 0.01 * nsa
     assert set(MODELS) == {"small", "tiny", "production"}
@@ -41,10 +41,10 @@ def test_steps_and_rows_follow_from_the_bytes():
     assert train.rate(train.steps - 1) == pytest.approx(train.lr / 10, rel=0.5)
 
 
-def test_cells_come_by_length_then_seed_then_arm_and_have_names_of_their_own():
+def test_cells_come_by_length_then_seed_then_variant_and_have_names_of_their_own():
     found = cells_of(("nsa", "dense"), (0, 1), (512, 1024), bytes=8192, model="tiny",
                      batch_tokens=1024)  # fmt: skip
-    assert [(c.tokens, c.seed, c.arm) for c in found[:3]] == [
+    assert [(c.tokens, c.seed, c.variant) for c in found[:3]] == [
         (512, 0, "nsa"), (512, 0, "dense"), (512, 1, "nsa")
     ]  # fmt: skip
     assert len({c.name for c in found}) == 8
@@ -54,7 +54,7 @@ def test_cells_come_by_length_then_seed_then_arm_and_have_names_of_their_own():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"arm": "densee"}, "arm='densee' is unknown; the nearest is 'dense'"),
+        ({"variant": "densee"}, "variant='densee' is unknown; the nearest is 'dense'"),
         ({"model": "big"}, "model='big' is unknown"),
         ({"tokens": 100}, "tokens=100 must be at least 512"),
         ({"batch_tokens": 1000}, "batch_tokens=1000 are no multiple of tokens=512; 512 are"),

@@ -14,9 +14,9 @@ T = 8192
 LIKE = Cell("nsa", 0, T, 1 << 20, "small", 65536)
 
 
-def row(arm, seed, bits=1.5, accuracy=0.9, fall=0.3, seconds=100.0, **changes):
+def row(variant, seed, bits=1.5, accuracy=0.9, fall=0.3, seconds=100.0, **changes):
     """Row of a cell that ended well; loss falls by `fall` beyond position 2048."""
-    cell = replace(LIKE, arm=arm, seed=seed).to_dict()
+    cell = replace(LIKE, variant=variant, seed=seed).to_dict()
     ends = [64 << n for n in range(8)]
     tasks = {kind: {str(n * T): [accuracy, 1.0] for n in (1, 2)} for kind in trials.KINDS}
     layer = {"gates": [0.2, 0.3, 0.5], "entropy": 1.0, "union": {"4": {"20": 3, "22": 1}}}
@@ -31,8 +31,8 @@ def row(arm, seed, bits=1.5, accuracy=0.9, fall=0.3, seconds=100.0, **changes):
         "device": "a GPU", "torch": "2", "tasks": tasks,
         "curve": [[1, seconds / 2, bits + 1.0], [2, seconds, bits]],
         "by_position": {str(T): {str(e): bits + (fall if e <= 2048 else 0) for e in ends}},
-        "selections": {str(T): [layer]} if arm == "nsa" else {},
-        "selected": [{"bytes": n, "layers": [layer]} for n in (1, 2)] if arm == "nsa" else [],
+        "selections": {str(T): [layer]} if variant == "nsa" else {},
+        "selected": [{"bytes": n, "layers": [layer]} for n in (1, 2)] if variant == "nsa" else [],
     }  # fmt: skip
     return found | changes
 
@@ -44,7 +44,7 @@ def rows(seeds=3, noise=0.001, **nsa):
         jitter = noise * (-1) ** seed
         found.append(row("nsa", seed, **{"bits": 1.5 + jitter} | nsa))
         found.append(row("dense", seed, bits=1.5, seconds=150.0))
-        found += [row(arm, seed, bits=1.8 + 2 * jitter) for arm in ("window", "compressed")]
+        found += [row(variant, seed, bits=1.8 + 2 * jitter) for variant in ("window", "compressed")]
     return found
 
 
@@ -53,7 +53,7 @@ def verdicts(given):
 
 
 def test_seeds_are_paired_on_one_text_alone():
-    """Another machine has other packages: its passages are easier or harder for every arm."""
+    """Another machine has other packages: its passages are easier or harder for every variant."""
     a, b = ({"data": {"sha256": {"held-out": text}}} for text in ("a", "b"))
     given = [row("nsa", 0, bits=1.5, **a), row("dense", 0, bits=1.4, **a)]
     given += [row("nsa", 1, bits=1.3, **b), row("dense", 1, bits=1.4, **a)]
@@ -115,7 +115,7 @@ def test_models_that_learnt_little_decide_nothing_but_divergence():
     ("dense", "claim"), [({"accuracy": 0.04}, "accuracy of"), ({"fall": 0.01}, "falls from")]
 )
 def test_what_dense_attention_does_not_learn_is_no_credit_to_nsa(dense, claim):
-    found = [one for one in rows(**dense) if one["cell"]["arm"] != "dense"]
+    found = [one for one in rows(**dense) if one["cell"]["variant"] != "dense"]
     found += [row("dense", seed, **dense) for seed in range(3)]
     told = [c for c in claims.all_claims(found) if claim in c.claim]
     assert told and {c.verdict for c in told} == {"NOT APPLICABLE"}
@@ -178,7 +178,7 @@ def test_rows_of_several_calls_are_joined_and_a_done_one_wins(tmp_path):
         (tmp_path / trials.FILE).rename(tmp_path / name)
     for order in ("ab", "ba"):
         found = trials.read([str(tmp_path / name) for name in order], LIKE)
-        assert sorted((r["cell"]["arm"], r["outcome"]) for r in found) == [
+        assert sorted((r["cell"]["variant"], r["outcome"]) for r in found) == [
             ("dense", "ok"), ("nsa", "ok")
         ]  # fmt: skip
     (tmp_path / "c").write_text("no json")
@@ -191,16 +191,25 @@ def test_rows_of_another_training_are_left_out_and_alone_are_refused(tmp_path):
     other["cell"] = replace(LIKE, bytes=3 << 20, batch_tokens=T).to_dict()
     trials.write([other, row("dense", 1)], tmp_path)
     file = str(tmp_path / trials.FILE)
-    assert [one["cell"]["arm"] for one in trials.read([file], LIKE)] == ["dense"]
+    assert [one["cell"]["variant"] for one in trials.read([file], LIKE)] == ["dense"]
     trials.write([other], tmp_path)
     with pytest.raises(ValueError, match=r"no cell of .* with train_bytes=3145728, batch_tokens="):
         trials.read([file], LIKE)
 
 
+def test_rows_of_earlier_calls_are_read_under_todays_names(tmp_path):
+    stored = json.dumps(row("dense", 1)).replace('"variant"', '"arm"')
+    assert '"arm": "dense"' in stored
+    (tmp_path / trials.FILE).write_text(stored + "\n")
+    assert trials.read([str(tmp_path / trials.FILE)], LIKE) == [row("dense", 1)]
+
+
 @pytest.mark.processes
 def test_cells_are_trained_in_processes_of_their_own(tmp_path):
     text = small_shards(tmp_path).folder
-    cells = [Cell(arm, 0, 512, 1024, "tiny", 512, precision="fp32") for arm in ("nsa", "dense")]
+    cells = [
+        Cell(variant, 0, 512, 1024, "tiny", 512, precision="fp32") for variant in ("nsa", "dense")
+    ]
     cells += [Cell("nsa", 0, 1 << 15, 1 << 17, "tiny", 1 << 15)]  # longer than the text
     given = {"device": "cpu", "threads": 1, "workers": 3, "text": text}
     found = trials.measure(cells, **given, deadline_s=120.0, progress=False)

@@ -24,9 +24,9 @@ def text(tmp_path_factory):
     return small_shards(tmp_path_factory.mktemp("text"))
 
 
-def cell(arm="nsa", **changes):
+def cell(variant="nsa", **changes):
     values = {"seed": 3, "tokens": 512, "bytes": 12 * 512, "model": "tiny", "batch_tokens": 512}
-    return Cell(arm, **values | {"precision": "fp32"} | changes)
+    return Cell(variant, **values | {"precision": "fp32"} | changes)
 
 
 def weights(folder, one):
@@ -82,6 +82,9 @@ def test_a_row_has_what_the_question_asks_for_and_is_not_made_twice(tmp_path, te
     assert row["losses"][0] > row["losses"][-1]
     monkeypatch.setattr(child, "trainer_at", None)  # which would be called to train
     assert run_cell(one, text, tmp_path, device="cpu") == json.loads(json.dumps(row))
+    kept = tmp_path / one.name / "row.json"
+    kept.write_text(kept.read_text().replace('"variant"', '"arm"'))  # as earlier calls named it
+    assert run_cell(one, text, tmp_path, device="cpu") == json.loads(json.dumps(row))
 
 
 def test_tensors_are_saved_on_request_also_of_a_cell_that_is_done(tmp_path, text, monkeypatch):
@@ -102,17 +105,17 @@ def test_tensors_are_saved_on_request_also_of_a_cell_that_is_done(tmp_path, text
     assert set(held["k"]) == set(held["v"]) == {"cmp", "slc", "win"}
 
 
-@pytest.mark.parametrize("arm", ["dense", "window", "compressed"])
-def test_arms_that_select_nothing_have_no_selections(tmp_path, text, arm):
-    row = run_cell(cell(arm), text, tmp_path, device="cpu", amounts=FEW)
+@pytest.mark.parametrize("variant", ["dense", "window", "compressed"])
+def test_variants_that_select_nothing_have_no_selections(tmp_path, text, variant):
+    row = run_cell(cell(variant), text, tmp_path, device="cpu", amounts=FEW)
     assert row["outcome"] == "ok" and row["selections"] == {}
     asked = replace(FEW, tensors=(256,))  # there are none, so nothing is made again
-    assert run_cell(cell(arm), text, tmp_path, device="cpu", amounts=asked) == json.loads(
+    assert run_cell(cell(variant), text, tmp_path, device="cpu", amounts=asked) == json.loads(
         json.dumps(row)
     )
 
 
-def test_arms_of_a_seed_see_the_same_bytes_and_seeds_others(tmp_path, text, monkeypatch):
+def test_variants_of_a_seed_see_the_same_bytes_and_seeds_others(tmp_path, text, monkeypatch):
     seen = {}
     for one in (cell(), cell("dense"), cell(seed=4)):
         batches = seen[one.name] = []
@@ -164,16 +167,17 @@ def rows(folder):
 
 
 def test_the_command_writes_a_line_a_cell_and_takes_what_is_done(tmp_path, text, capsys):
-    assert command(tmp_path, text, "--arms", "nsa,dense", "--seeds", "0") == 0
+    assert command(tmp_path, text, "--variants", "nsa,dense", "--seeds", "0") == 0
     first = rows(tmp_path)
-    assert [row["cell"]["arm"] for row in first] == ["nsa", "dense"]
+    assert [row["cell"]["variant"] for row in first] == ["nsa", "dense"]
     manifest = (text.folder / "manifest.json").read_bytes()
     assert (tmp_path / "out" / "manifest.json").read_bytes() == manifest
     kept = tmp_path / "earlier.jsonl"
-    (tmp_path / "out" / "rows.jsonl").rename(kept)
+    stored = (tmp_path / "out" / "rows.jsonl").read_text()
+    kept.write_text(stored.replace('"variant"', '"arm"'))  # as earlier calls named it
     other = tmp_path / "other"
     other.mkdir()
-    done = ("--arms", "nsa,dense", "--seeds", "0", "--done", str(kept), "--seconds", "0")
+    done = ("--variants", "nsa,dense", "--seeds", "0", "--done", str(kept), "--seconds", "0")
     assert command(other, text, *done) == 0
     assert rows(other) == first
     assert command(other, text, "--seeds", "1", "--seconds", "0") == 0
@@ -184,7 +188,7 @@ def test_a_cell_that_fails_is_a_row_and_the_others_run(tmp_path, text, monkeypat
     fails = child.run_cell
 
     def run(one, *given, **more):
-        if one.arm == "nsa":
+        if one.variant == "nsa":
             raise RuntimeError("no memory")
         return fails(one, *given, **more)
 
@@ -198,7 +202,7 @@ def test_a_cell_that_fails_is_a_row_and_the_others_run(tmp_path, text, monkeypat
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (["--arms", "dens"], "no arm 'dens'; the nearest is 'dense'"),
+        (["--variants", "dens"], "no variant 'dens'; the nearest is 'dense'"),
         (["--bytes", "600"], "fewer than two steps"),
         (["--done", "missing.jsonl"], "--done: .*missing.jsonl"),
     ],

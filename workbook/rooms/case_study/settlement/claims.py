@@ -17,15 +17,13 @@ numbers gives INCONCLUSIVE, and the verdict of a side that has others as well na
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from nsa.spelling import choice
+from workbook.lab.training import check_fields
 from workbook.rooms.case_study.figures import STATED
-from workbook.runs import metrics
+from workbook.runs import metrics, parameters
 from workbook.runs.claim import Claim
 from workbook.runs.identity import PACKAGE
 from workbook.runs.store import Store
@@ -89,7 +87,7 @@ def short(number: float) -> str:
 
 
 def _told(name: str) -> dict[str, dict[str, Any]]:
-    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return parameters.read_file(Path(__file__).with_name(name))
 
 
 def all_facts(run: str | Path, root: str | Path = PACKAGE.parent / "runs") -> dict[str, Fact]:
@@ -145,11 +143,9 @@ class Row:
 
 def all_rows() -> list[Row]:
     """Claims of rows.yaml. ValueError for a field that Row does not have."""
-    known = [field.name for field in fields(Row)]
     rows = _told("rows.yaml")
     for one in rows.values():
-        for name in one:
-            choice("field of a row", name, known)
+        check_fields(Row, one, "a row", needed=("claim", "predicts"))
     return [Row(id, **one) for id, one in rows.items()]
 
 

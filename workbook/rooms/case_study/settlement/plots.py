@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from workbook.rooms.case_study import figures as case_study
-from workbook.rooms.case_study.figures import ALL_TIMINGS, held_out_us
+from workbook.rooms.case_study.figures import ALL_TIMINGS, OFF
 from workbook.rooms.case_study.loop.design import peak_mib
 from workbook.rooms.case_study.settlement.claims import CONTRADICTED, KINDS, Settled
 from workbook.runs import looks
@@ -31,8 +31,7 @@ def memory():
     right = [peak_mib(5, int(t), right_window=True) / 1024 for t in fine]
     estimate = case_study.estimate_mib(fine) / 1024
     reported = [case_study.MEMORY_MIB[int(t)] / 1024 for t in tokens]
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 3.9)
+    with looks.figure(1, 3.9) as (fig, (axes,)):
         axes.plot(fine, copies, "--", color=BLUE, label="predicted: one copy a token")
         axes.plot(fine, right, ":", color=GREEN, label="with a window that sees its w keys")
         axes.plot(fine, estimate, "-.", color=GREY, lw=1.1, label="its estimator, a + b T²")
@@ -43,7 +42,6 @@ def memory():
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(False, which="minor")
         looks.title(axes, "A step's peak: copies explain it, T² does not", "fp32, batch 1")
-        looks.legend(fig, [axes])
     return fig
 
 
@@ -56,10 +54,9 @@ def microseconds(here: Sequence[Mapping[str, Any]] = ()):
     each = [t.microseconds for t in ALL_TIMINGS]
     ends = np.array([min(counts) / 1.6, max(counts) * 1.6])
     constant = float(np.exp(np.mean(np.log(each))))
-    near = sum(abs(p / us - 1) <= 0.25 for p, us in zip(held_out_us(each), each, strict=True))
+    near = sum(abs(error) <= 0.25 for error in OFF.values())
     line = ends * constant / 1e6
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 3.6)
+    with looks.figure(1, 3.6) as (fig, (axes,)):
         axes.plot(ends, line, color=GREY, lw=1, label=f"{constant:.1f} µs an operation")
         band = {"alpha": 0.18, "color": BLUE, "lw": 0, "label": "predicted to 25 %"}
         axes.fill_between(ends, line / 1.25, line / 0.75, **band)
@@ -79,7 +76,6 @@ def microseconds(here: Sequence[Mapping[str, Any]] = ()):
         axes.set_yticks([1, 10, 100], ["1", "10", "100"])
         axes.grid(False, which="minor")
         looks.title(axes, f"One time an operation predicts {near} of {len(each)} steps to 25 %")
-        looks.legend(fig, [axes])
     return fig
 
 

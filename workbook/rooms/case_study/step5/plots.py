@@ -30,8 +30,7 @@ def coordinate(trial: Trial) -> tuple[np.ndarray, np.ndarray]:
 def console_beside_heartbeat(trial: Trial):
     """Plot the step of one run against time: by its console and by its heartbeat."""
     times, steps = coordinate(trial)
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 3.6)
+    with looks.figure(1, 3.6) as (fig, (axes,)):
         axes.plot(times, steps + 1, color=BLUE, label="heartbeat: P, from outside")
         lines = [trial.schedule.last_line(int(p) + 1, int(p)) for p in steps]
         shown = [np.nan if line is None else line for line in lines]
@@ -40,7 +39,6 @@ def console_beside_heartbeat(trial: Trial):
             axes.axvline(trial.evidence.deadline_s, color=RED, ls="--", lw=1.1, label="deadline")
         axes.set(xlabel="time since step 1 began (s)", ylabel="step it is in", ylim=(0, None))
         looks.title(axes, f"Said to hang at step {trial.said}; was in step {trial.reached}")
-        looks.legend(fig, [axes])
     return fig
 
 
@@ -48,8 +46,7 @@ def progress(results: Results):
     """Plot P against time of the same run under each deadline, with the band predicted before."""
     chosen = {n: t for n, t in results.named.items() if n.endswith((" x", " layers"))}
     step_s = results.lab.step_s
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 3.8)
+    with looks.figure(1, 3.8) as (fig, (axes,)):
         longest = max((coordinate(t)[0].max(initial=0.1) for t in chosen.values()), default=1.0)
         line = np.array([0.0, longest])
         band = line / (1.4 * step_s), line / (0.7 * step_s)
@@ -71,7 +68,6 @@ def progress(results: Results):
         axes.set(xlabel="time since step 1 began (s)", ylabel="steps done")
         axes.set(xlim=(0, 1.05 * longest), ylim=(0, 1.1 * most))
         looks.title(axes, "A longer deadline cuts a later step, until the run ends")
-        looks.legend(fig, [axes])
     return fig
 
 
@@ -82,8 +78,7 @@ def said_and_reached(results: Results):
     reached = [results.named[name].reached for name in names]
     said = [results.named[name].said or 0 for name in names]
     levels = range(len(names))
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 0.42 * len(names) + 0.6)
+    with looks.figure(1, 0.42 * len(names) + 0.6) as (fig, (axes,)):
         axes.hlines(levels, said, reached, color=GREY, lw=1.0)
         axes.plot(reached, levels, "o", color=BLUE, ms=8, label="the step it was in")
         axes.plot(said, levels, "|", color=ORANGE, ms=16, mew=3, label="the last line: 'hangs at'")
@@ -92,7 +87,6 @@ def said_and_reached(results: Results):
         axes.set(ylim=(len(names) - 0.5, -0.5))
         looks.title(axes, "What is printed decides where a run is said to hang")
         axes.grid(False, axis="y")
-        looks.legend(fig, [axes])
     return fig
 
 
@@ -106,8 +100,7 @@ def memory_table():
         "compressed copies": ([f.compressed for f in found], "#56B4E9"),
         "all else": ([f.rest for f in found], GREY),
     }
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 3.6)
+    with looks.figure(1, 3.6) as (fig, (axes,)):
         below = np.zeros(len(tokens))
         for name, (sizes, colour) in parts.items():
             values = np.array(sizes) / GIB
@@ -125,5 +118,4 @@ def memory_table():
         axes.set_xticks(at, [f"T {t}" for t in tokens])
         axes.set(xlabel="tokens of the sequence", ylabel="peak memory of a step (GiB)")
         looks.title(axes, "5 layers: copies add up to the table", "predicted | reported")
-        looks.legend(fig, [axes])
     return fig
