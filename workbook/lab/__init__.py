@@ -19,5 +19,8 @@ renamed.MOVED |= json.loads(Path(__file__).with_name("moved.json").read_text(enc
 
 
 def todays(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored mapping under today's keys."""
-    return {CALLED.get(name, name): value for name, value in stored.items()}
+    """Return a stored mapping under today's keys, with its subject at today's place."""
+    found = {CALLED.get(name, name): value for name, value in stored.items()}
+    if isinstance(subject := found.get("subject"), str):
+        found["subject"] = renamed.current(subject)
+    return found

@@ -16,7 +16,7 @@ from typing import Any
 
 from nsa.attention import known as backends
 from nsa.spelling import nearest
-from workbook.lab import todays
+from workbook.lab import CALLED, todays
 from workbook.runs import identity
 
 TYPES = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict, "list": list}
@@ -219,7 +219,9 @@ def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, An
     found = {}
     for name, value in given.items():
         if name not in declared:
-            raise ValueError(f"unknown parameter {name!r}; {nearest(name, declared, 0.4)}")
+            today = CALLED.get(name)
+            hint = f"it is {today!r} now" if today in declared else nearest(name, declared, 0.4)
+            raise ValueError(f"unknown parameter {name!r}; {hint}")
         found[name] = _checked(declared[name], value)
     return found
 

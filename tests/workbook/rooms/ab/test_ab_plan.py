@@ -1,8 +1,10 @@
 """A plan of variants: what it means, and what is refused before any trial."""
 
 import pytest
+from places import ROOT
 
-from workbook.rooms.ab.plan import ABPlan
+from workbook.lab.search.factors import TRAINING_SUBJECT
+from workbook.rooms.ab.plan import ABPlan, check_parameters
 from workbook.runs.parameters import read_file
 
 TWO = {"factors": {"backend": ["gather", "masked"]}}
@@ -42,6 +44,15 @@ def test_a_stored_plan_of_named_variants_means_what_it_meant(tmp_path):
     own = {"subject": "stranger:make", "factors": {"arm": [1, 2, 3]}}  # a factor of that name
     (line,) = ABPlan(**own, expect=[{"linear_in": {"factor": "arm"}}]).rules
     assert line.given["factor"] == "arm"
+
+
+def test_the_parameters_of_every_committed_run_are_those_of_today():
+    files = sorted((ROOT / "runs").glob("*/08_ab-*/parameters.yaml"))
+    assert len(files) >= 12
+    for file in files:
+        given = read_file(file)
+        assert given["subject"] == TRAINING_SUBJECT
+        check_parameters(given)  # of one for a GPU little can be said here
 
 
 def test_true_and_1_are_two_values():
