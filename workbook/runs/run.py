@@ -24,17 +24,25 @@ CUT = ("interrupted", "terminated")  # from outside, and to be run again
 class Notebook:
     """A notebook with its declared parameters and the hash of its source, read once for many runs.
 
-    `check` raises ValueError for values that are not consistent, which may take long to find.
+    `check` raises ValueError for values that are not consistent, which may take long to find out.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.source = path, identity.source(path)
         self.declared, self.check = parameters.declared(path), parameters.check_together(path)
 
-    def planned(self, given: dict[str, Any], facts: dict | None = None) -> Planned:
-        """Plan a run in the environment `facts`, or this one. ValueError for a wrong parameter."""
+    def planned(
+        self,
+        given: dict[str, Any],
+        facts: dict[str, Any] | None = None,
+        is_checked: Callable[[dict[str, Any]], bool] = lambda full: True,
+    ) -> Planned:
+        """Plan a run in the environment `facts`, or this one. ValueError for a wrong parameter,
+        and for those that `is_checked` lets `check` see."""
         given = parameters.check(self.declared, given)
         full = parameters.filled(self.declared, given)
+        if is_checked(full):
+            self.check(full)
         facts = facts or environment.snapshot(full.get("seed"))
         name = f"{self.path.stem}-{identity.run_id(self.path, full, facts, self.source)}"
         return Planned(self.path, given, full, facts, name, self.source)
@@ -93,9 +101,7 @@ def run_notebook(
         if limit_s is not None and not limit_s > 0:
             raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
     read = Notebook(identity.find_notebook(name_or_path, notebooks))
-    planned = read.planned(given or {})
-    if not checked:
-        read.check(planned.full)
+    planned = read.planned(given or {}, is_checked=lambda full: not checked)
     notebook, name = planned.notebook, planned.name
     if evidence:
         environment.check_evidence(notebook)

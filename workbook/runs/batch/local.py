@@ -47,9 +47,14 @@ class Local:
             wants = job.gpus if job.gpus is not None else min(len(self.gpus), 1)
             if wants > len(free):
                 break
-            if not job.busy:  # else a child that an earlier driver started has it, and its GPUs
-                self._start(job, free[:wants])
-                free = free[wants:]
+            try:
+                if not job.busy:  # else a child of an earlier driver has it, and its GPUs
+                    self._start(job, free[:wants])
+                    free = free[wants:]
+            except OSError:  # a full disk, which the next start will tell
+                if started:
+                    break
+                raise
             started.append(job)
         return started
 

@@ -117,13 +117,14 @@ def _expanded(job: dict[str, Any], folder: Path, notebook: Notebook, facts: dict
     gpus, here = job.get("gpus"), facts["gpus"]
     if gpus != 0:  # a job sees as many as it is assigned
         facts = facts | {"gpus": here[: gpus or 1]}
+
+    def checked_here(full: dict[str, Any]) -> bool:
+        """False if the child has to check the effects of a GPU, which this machine lacks."""
+        return full.get("device") != "cuda" or bool(here)
+
     for values in itertools.product(*grid.values()):
         cell = dict(zip(grid, values, strict=True))
-        planned = notebook.planned(given | own | cell, facts)
-        # Effects of a GPU can only be checked on a machine with one: the child does it there.
-        elsewhere = planned.full.get("device") == "cuda" and not here
-        if not elsewhere:
-            notebook.check(planned.full)
+        planned = notebook.planned(given | own | cell, facts, checked_here)
         name = " ".join([job["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
         for repeat in range(1, repeats + 1):
             yield Entry(
@@ -135,7 +136,7 @@ def _expanded(job: dict[str, Any], folder: Path, notebook: Notebook, facts: dict
                 tuple(_several(job.get("after"))),
                 timeout_s=seconds(job["timeout"]) if "timeout" in job else None,
                 gpus=gpus,
-                checked=not elsewhere,
+                checked=checked_here(planned.full),
             )
 
 
