@@ -21,7 +21,8 @@ def main(file: str | Path, most_s: float | str = math.inf) -> int:
     most_s: seconds that the place allows; the job's own timeout may be shorter.
     """
     job = Job("", Path(file).resolve().parent)
-    if job.look() not in ENDED and (ended := _run(job, job.says("job"), float(most_s))):
+    asked = job.says("job")  # nothing, if it was taken back while this child was in a queue
+    if asked and job.look() not in ENDED and (ended := _run(job, asked, float(most_s))):
         write_json(job.folder / "ended.json", ended)
     return 0 if job.look() == OK else 1
 

@@ -151,10 +151,8 @@ class Driver:
         running = self._running()
         if not self.why:
             self.why = why
-            self.say(
-                f"{why}: nothing more is started"
-                + ", what runs goes on" * bool(running and not cut)
-            )
+            goes_on = "" if cut or not running else ", what runs goes on"
+            self.say(f"{why}: nothing more is started{goes_on}")
         if cut and not self._cut:
             self._cut = True
             if running:

@@ -1,5 +1,6 @@
 """Jobs as processes of this machine: who gets which GPU, who is adopted, and how they end."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from sample_notebooks import errors_of
 
 from whyhung.process.gpus import Gpus
 from workbook.runs import record
-from workbook.runs.batch import local, state
+from workbook.runs.batch import child, local, state
 from workbook.runs.batch.local import Local
 from workbook.runs.batch.state import Job, start_child
 from workbook.runs.files import read_json, write_json
@@ -39,8 +40,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(state, "CHILD", "batch_child")
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     yield
-    for child in children:
-        child.wait(30)
+    for each in children:
+        each.wait(30)
 
 
 @pytest.fixture
@@ -123,6 +124,25 @@ def test_a_job_that_another_child_has_is_left_to_that_one(jobs):
     assert second.free([job]) == ["5", "7"] and alive(pid)
     end(job)
     assert waited(lambda: second.poll([job])) == {job: "its process is gone"}
+
+
+def test_a_disk_that_fills_up_between_two_starts_keeps_what_began(jobs, monkeypatch):
+    first, second = jobs("a"), jobs("b")
+
+    def full(path, content):
+        if path.parent == second.folder:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_json(path, content)
+
+    monkeypatch.setattr(local, "write_json", full)
+    place = Local()
+    assert place.start([first, second], []) == [first] and seen(first)
+    with pytest.raises(OSError, match="No space left"):
+        place.start([second], [first])
+
+
+def test_a_job_that_was_taken_back_while_its_child_was_in_a_queue_is_not_run(tmp_path):
+    assert child.main(tmp_path / "job.json") == 1 and not list(tmp_path.iterdir())
 
 
 def test_a_job_is_cancelled_and_one_that_does_not_listen_is_killed(jobs, monkeypatch):
