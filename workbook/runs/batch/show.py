@@ -88,8 +88,9 @@ def estimate(batch: Batch, at_once: int) -> str:
         if content.get("notebook") in wanted and content.get("status") == OK:
             facts = read_json(folder / "environment.json", {})
             seconds[content["notebook"], _gpus(facts)].append(content.get("seconds") or 0.0)
+    usual = {kind: statistics.median(times) for kind, times in seconds.items()}
     kinds = [(planned.notebook.stem, _gpus(planned.environment)) for planned in left]
-    known = [statistics.median(seconds[kind]) for kind in kinds if kind in seconds]
+    known = [usual[kind] for kind in kinds if kind in usual]
     told = f"{len(left):,} to run" + (f", {at_once} at once" if at_once > 1 else "")
     if not known:
         return f"{told}; no stored run to estimate the time from"
@@ -124,6 +125,8 @@ def live(batch: Batch, quiet: bool = False) -> Iterator:
 
 def _printed(job: Job) -> str:
     """`; memory tokens=128: what it printed last`."""
-    log = Path(job.says("started").get("run") or "", "stdout.log")
-    text = log.read_text(errors="replace").strip() if log.is_file() else ""
+    text, log = "", Path(job.says("started").get("run") or "", "stdout.log")
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 400))
+        text = file.read().decode(errors="replace").strip()
     return f"; {job.name}: {text.rpartition(chr(10))[2]}"
