@@ -21,7 +21,7 @@ LINES = {
     "nsa/recipes": (328, 330),
     "nsa": (20545, 15500),
     "workbook/lab": (13518, 6500),
-    "workbook/runs": (7239, 4700),
+    "workbook/runs": (7152, 4700),
     "workbook/rooms": (20183, 9500),
     "workbook/cli": (1912, 1150),
     "workbook": (42890, 25000),

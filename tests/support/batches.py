@@ -3,9 +3,8 @@
 from sample_notebooks import RUN, write_notebook
 
 from workbook.runs import opening, record
-from workbook.runs.batch.place import outcome
 from workbook.runs.batch.plan import read_plan
-from workbook.runs.batch.state import Batch
+from workbook.runs.batch.state import ENDED, Batch
 from workbook.runs.files import read_json, write_json
 
 PLAN = """\
@@ -66,7 +65,7 @@ class MadeUp:
             reason = self.ends.get(job.name, "ok")
             reason = reason.pop(0) if isinstance(reason, list) else reason
             content = read_json(job.file)
-            assert not outcome(job.folder).ended, "a child would leave it as it is"
+            assert job.look() not in ENDED, "a child would leave it as it is"
             run = opening.create_folder(content["root"], content["name"])
             status = record.STATUS_OF.get(reason, "running")
             kept = {"run_id": run.name, "status": status, "stop_reason": None, "seconds": 2.0}
@@ -88,7 +87,7 @@ class MadeUp:
 
     def cancel(self, running):
         for job in running:
-            run = outcome(job.folder).run
-            content = record.load(run) | {"status": "killed", "stop_reason": "terminated"}
-            write_json(run / "record.json", content)
+            job.look()
+            content = record.load(job.run) | {"status": "killed", "stop_reason": "terminated"}
+            write_json(job.run / "record.json", content)
             self.left[job] = "terminated"

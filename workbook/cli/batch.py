@@ -89,7 +89,7 @@ def batch(arguments) -> int:
             print("what failed is run again with --retry")
         if not all(job.status in ("ok", "failed") for job in jobs):
             print("the same command goes on")
-    return GOOD if all(job.good for job in jobs) else FAILED
+    return GOOD if all(job.status == "ok" and job.verdict != "FAIL" for job in jobs) else FAILED
 
 
 def _settings(texts: list[str]) -> dict:

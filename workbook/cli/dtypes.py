@@ -34,12 +34,12 @@ def dtypes(arguments) -> int:
 def _place(what: str, runs: str) -> Path:
     """File or folder of that name, or of the run so named. ValueError if there is neither."""
     from nsa.model.presets import PRESETS
-    from workbook.runs.store import open_store
+    from workbook.runs.store import Store
 
     if Path(what).exists():
         return Path(what)
     try:
-        return open_store(runs).find(what)
+        return Store(runs).find(what)
     except ValueError as error:
         raise ValueError(
             f"{what!r} is no file, no folder, no preset ({', '.join(PRESETS)}) and no run: {error}"

@@ -98,9 +98,9 @@ def _like(run: str, runs: str) -> dict[str, Any]:
     for a setting that TrainingSpec cannot express."""
     from nsa.model.presets import PRESETS, preset
     from workbook.runs.files import read_json
-    from workbook.runs.store import open_store
+    from workbook.runs.store import Store
 
-    folder = Path(open_store(runs).find(run))
+    folder = Path(Store(runs).find(run))
     job = read_json(folder / "job.json")
     if job is None:
         raise ValueError(f"--like {run}: {folder.name} is no run of nsa train, it has no job.json")

@@ -90,10 +90,10 @@ def _model(arguments) -> "LanguageModel":
         raise ValueError("--device cuda: torch finds no GPU; --device cpu would do")
     place = Path(arguments.checkpoint)
     if not place.exists():
-        from workbook.runs.store import open_store
+        from workbook.runs.store import Store
 
         try:
-            place = open_store(arguments.runs).find(arguments.checkpoint)
+            place = Store(arguments.runs).find(arguments.checkpoint)
         except ValueError as error:
             why = f"there is no such file or folder, and {error}"
             raise ValueError(f"--checkpoint {arguments.checkpoint}: {why}") from None

@@ -104,9 +104,9 @@ def runs(arguments) -> int:
     """List the runs, oldest first: how each ended, for how long, where and of which commit."""
     from workbook.runs.files import plain
     from workbook.runs.report import lasted
-    from workbook.runs.store import open_store
+    from workbook.runs.store import Store
 
-    table = open_store(arguments.runs).runs()
+    table = Store(arguments.runs).runs()
     if arguments.json:
         print(json.dumps(plain(table.to_dict("records")), indent=2))
     elif len(table):
@@ -146,9 +146,9 @@ def show(arguments) -> int:
     """Show one run: how it ended, its verdicts, parameters and files."""
     from workbook.runs.loaded import StoredRun
     from workbook.runs.record import load, status_now
-    from workbook.runs.store import Run, open_store
+    from workbook.runs.store import Run, Store
 
-    found = Run(open_store(arguments.runs).find(arguments.run))
+    found = Run(Store(arguments.runs).find(arguments.run))
     record = load(found.folder)
     status = status_now(record)
     _print_run(found, status, record.get("message", ""))
@@ -169,9 +169,9 @@ def keep(arguments) -> int:
     """Make a run small and add its evidence to git: its records, and the trials that its sentences
     name."""
     from workbook.runs import keep
-    from workbook.runs.store import open_store
+    from workbook.runs.store import Store
 
-    folder = open_store(arguments.runs).find(arguments.run)
+    folder = Store(arguments.runs).find(arguments.run)
     for line in keep.keep(folder):
         print(line)
     return GOOD
@@ -197,9 +197,9 @@ def env(arguments) -> int:
 def report(arguments) -> int:
     """Rewrite a run's HTML report, and the page of all runs."""
     from workbook.runs.report import index, render
-    from workbook.runs.store import open_store
+    from workbook.runs.store import Store
 
-    folder = open_store(arguments.runs).find(arguments.run)
+    folder = Store(arguments.runs).find(arguments.run)
     if (folder / "job.json").is_file():  # a run of `nsa train`
         from workbook.rooms.training.report import render
     print(render(folder))

@@ -56,9 +56,9 @@ def prune(arguments) -> int:
 def rm(arguments) -> int:
     """Remove runs for good. If git tracks one of them, nothing is removed."""
     from workbook.runs import retention
-    from workbook.runs.store import open_store
+    from workbook.runs.store import Store
 
-    folders = [_folder(open_store(arguments.runs), name) for name in arguments.names]
+    folders = [_folder(Store(arguments.runs), name) for name in arguments.names]
     kept = retention.tracked(arguments.runs)
     if refused := [folder for folder in folders if folder.resolve() in kept]:
         for folder in refused:

@@ -119,10 +119,10 @@ def _job(arguments, started: int | None) -> "Job":
     from nsa.model import presets
 
     if arguments.resume is not None and not Path(arguments.resume).exists():
-        from workbook.runs.store import open_store
+        from workbook.runs.store import Store
 
         try:
-            arguments.resume = str(open_store(arguments.runs).find(arguments.resume))
+            arguments.resume = str(Store(arguments.runs).find(arguments.resume))
         except ValueError as error:
             why = f"there is no such file or folder, and {error}"
             raise ValueError(f"--resume {arguments.resume}: {why}") from None

@@ -224,7 +224,7 @@ def load(run: str | Path, root: str | Path | None = None) -> StoredRun:
         return StoredRun(folder)
     root = runs_root() if root is None else Path(root)
     name = str(run).strip("/")
-    return StoredRun(store.open_store(root).find(name.removeprefix(f"{root.name}/")))
+    return StoredRun(store.Store(root).find(name.removeprefix(f"{root.name}/")))
 
 
 def runs_root() -> Path:
@@ -257,7 +257,7 @@ def browser(
     else:
         root = runs_root() if root is None else Path(root)
         library = {}
-        for folder in reversed(store.open_store(root).folders()):
+        for folder in reversed(store.Store(root).folders()):
             run = StoredRun(folder)
             library.setdefault(str(run.record.get("notebook", "")), []).append(run)
     library = {name: list(filter(_has, library[name])) for name in sorted(library)}

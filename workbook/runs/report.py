@@ -71,7 +71,7 @@ def index(root: str | Path) -> Path:
 
     root = Path(root)
     rows = []
-    for folder in reversed(store.open_store(root).folders()):
+    for folder in reversed(store.Store(root).folders()):
         row = {k: "" if v is None else v for k, v in store.summary(folder, root).items()}
         row["started"] = _when(row)
         # a clone has no reports; what it has is linked

@@ -64,7 +64,7 @@ class Stored:
 
 def open_stored(root: str | Path = "runs") -> Stored:
     """Open the runs below `root`."""
-    return Stored(store.open_store(root).folders())
+    return Stored(store.Store(root).folders())
 
 
 def committed(root: str | Path = "runs") -> list[Path]:

@@ -21,24 +21,31 @@ from workbook.runs.signals import Terminated, termination_is_an_exception
 CUT = ("interrupted", "terminated")  # from outside, and to be run again
 
 
-def plan_run(
-    name_or_path: str | Path,
-    given: dict[str, Any],
-    notebooks: str | Path = "notebooks",
-    checked: bool = False,
-) -> Planned:
-    """Plan the run of `run_notebook`. ValueError for a wrong name or parameter; `checked` skips the
-    check that the values are consistent, which may take long."""
-    notebook = identity.find_notebook(name_or_path, notebooks)
-    declared = parameters.declared(notebook)
-    given = parameters.check(declared, given)
-    full = parameters.filled(declared, given)
-    if not checked:
-        parameters.check_together(notebook)(full)
-    snapshot = environment.snapshot(full.get("seed"))
-    source = identity.source(notebook)
-    name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot, source)}"
-    return Planned(notebook, given, full, snapshot, name, source)
+class Notebook:
+    """A notebook with its declared parameters and the hash of its source, read once for many runs.
+
+    `check` raises ValueError for values that are not consistent, which may take long to find out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.source = path, identity.source(path)
+        self.declared, self.check = parameters.declared(path), parameters.check_together(path)
+
+    def planned(
+        self,
+        given: dict[str, Any],
+        facts: dict[str, Any] | None = None,
+        is_checked: Callable[[dict[str, Any]], bool] = lambda full: True,
+    ) -> Planned:
+        """Plan a run in the environment `facts`, or this one. ValueError for a wrong parameter,
+        and for those that `is_checked` lets `check` see."""
+        given = parameters.check(self.declared, given)
+        full = parameters.filled(self.declared, given)
+        if is_checked(full):
+            self.check(full)
+        facts = facts or environment.snapshot(full.get("seed"))
+        name = f"{self.path.stem}-{identity.run_id(self.path, full, facts, self.source)}"
+        return Planned(self.path, given, full, facts, name, self.source)
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,8 @@ def run_notebook(
     kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError before
     anything starts; later failures are the result. The notebook measures only what `timeout_s`
     leaves time for. `began` is called with the new folder before anything runs in it; without
-    `pages` the report and the page of all runs are left out; `checked` as in `plan_run`.
+    `pages` the report and the page of all runs are left out. `checked`: the values are known to be
+    consistent.
     """
     import papermill  # noqa: F401  where it is missing, nothing is to be written
 
@@ -92,7 +100,8 @@ def run_notebook(
     for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
         if limit_s is not None and not limit_s > 0:
             raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
-    planned = plan_run(name_or_path, given or {}, notebooks, checked)
+    read = Notebook(identity.find_notebook(name_or_path, notebooks))
+    planned = read.planned(given or {}, is_checked=lambda full: not checked)
     notebook, name = planned.notebook, planned.name
     if evidence:
         environment.check_evidence(notebook)

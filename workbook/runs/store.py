@@ -291,10 +291,6 @@ class Store:
         return self.root / fits[0]
 
 
-def open_store(root: str | Path = "runs") -> Store:
-    return Store(root)
-
-
 def summary(folder: Path, root: Path) -> dict:
     """Row of a run in the table of runs."""
     record = load(folder)

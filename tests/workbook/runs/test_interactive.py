@@ -21,7 +21,7 @@ from workbook.runs.loaded import StoredRun
 from workbook.runs.opening import Planned, open_folder
 from workbook.runs.parameters import read_file
 from workbook.runs.record import load
-from workbook.runs.store import open_store
+from workbook.runs.store import Store
 
 SET_UP = """\
 import os
@@ -77,7 +77,7 @@ def test_a_kernel_that_a_person_opened_makes_a_run_which_ends_as_its_cells_do(
 ):
     path = write_notebook(tmp_path / "notebooks" / "tiny.ipynb", SET_UP, *cells)
     run_all(path)
-    runs = open_store(tmp_path / "runs")
+    runs = Store(tmp_path / "runs")
     table = runs.runs()
     assert table["status"].tolist()[-1] == status and len(table) == 1 + (cells[0] == SET_UP)
     folder = runs.find("latest")
@@ -220,7 +220,7 @@ def test_run_all_in_jupyterlab_keeps_the_run_and_does_not_touch_the_committed_no
         server.wait(30)
         log.close()
     assert dirty(tmp_path) == ""
-    folder = open_store(tmp_path / "runs").find("latest")
+    folder = Store(tmp_path / "runs").find("latest")
     assert load(folder)["status"] == "ok"
     assert "PASS: it runs" in (folder / "notebook.ipynb").read_text()
     assert "PASS" in (folder / "report.html").read_text()

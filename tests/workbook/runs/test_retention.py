@@ -10,7 +10,7 @@ import pytest
 from workbook.cli import main as cli
 from workbook.runs import record, retention
 from workbook.runs.files import write_json
-from workbook.runs.store import open_store
+from workbook.runs.store import Store
 
 DAY_S = 86400.0
 
@@ -23,7 +23,7 @@ def place(tmp_path, monkeypatch):
 
 def store_run(name, status="ok", days=0.0, size=0, day="2026-11-01", **more):
     """A run that began so many days ago, with a file of so many bytes."""
-    folder = open_store("runs").root / day / name
+    folder = Store("runs").root / day / name
     folder.mkdir(parents=True)
     started = (datetime.now(UTC) - timedelta(days=days)).isoformat(timespec="seconds")
     about = {"run_id": name, "notebook": name[:9], "status": status, "started": started}
@@ -123,7 +123,7 @@ def test_a_run_is_removed_with_its_empty_day_and_is_never_half_there(place, caps
     with monkeypatch.context() as patched:
         patched.setattr(retention.shutil, "rmtree", cut_off)
         assert cli.main(["rm", "latest"]) == 1
-    assert open_store("runs").folders() == [] and len(retention.leftovers("runs")) == 1
+    assert Store("runs").folders() == [] and len(retention.leftovers("runs")) == 1
     store_run("01_one-00000003", "failed", day="2026-10-02", days=1)
     nsa(capsys, "runs", "prune", "--older", "1h", "--yes")
     assert list((place / "runs").iterdir()) == []

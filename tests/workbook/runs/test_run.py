@@ -294,7 +294,7 @@ def test_two_runs_of_one_thing_at_once_both_survive(place):
     printed = sorted(process.communicate(timeout=120)[0].split() for process in both)
     first = printed[0][0]
     assert printed == [[first, "ok"], [f"{first}-2", "ok"]]
-    folders = sorted(store.open_store(place / "runs").folders())
+    folders = sorted(store.Store(place / "runs").folders())
     assert [[folder.name, record.load(folder)["status"]] for folder in folders] == printed
     for folder in folders:
         assert store.Run(folder).metrics()["median"].tolist() == [2.0]
@@ -320,7 +320,7 @@ def test_a_stopped_run_is_recorded_and_leaves_no_process(place, number, status, 
     os.kill(process.pid, number)
     printed = process.communicate(timeout=60)[0]
     assert printed.split()[1] == status
-    (folder,) = store.open_store(place / "runs").folders()
+    (folder,) = store.Store(place / "runs").folders()
     kept = record.load(folder)
     assert (kept["status"], kept["stop_reason"]) == (status, stop_reason)
     assert statuses(folder / "notebook.ipynb")[-2:] == ["failed", "pending"]

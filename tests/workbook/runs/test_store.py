@@ -241,32 +241,32 @@ def test_json_takes_numpy_and_has_no_nan():
 
 
 def test_the_table_of_runs_is_derived_from_the_folders(tmp_path):
-    assert len(store.open_store(tmp_path / "none").runs()) == 0
+    assert len(store.Store(tmp_path / "none").runs()) == 0
     first = make_run(tmp_path, "01_memory-aaaaaaaa", "2026-11-20")
     second = make_run(tmp_path, "02_speed-bbbbbbbb", status="failed", stop_reason="error")
     write_json(first / "verdicts.json", [{"claim": "c", "verdict": "PASS", "evidence": None}])
-    table = store.open_store(tmp_path).runs().set_index("run")
+    table = store.Store(tmp_path).runs().set_index("run")
     assert list(table.index) == ["2026-11-20/01_memory-aaaaaaaa", "2026-11-21/02_speed-bbbbbbbb"]
     assert table["status"].tolist() == ["ok", "failed"]
     assert table["verdict"].tolist() == ["PASS", ""]
     assert table["folder"].tolist() == [str(first), str(second)]
     # a broken record does not hide the other runs
     (second / "record.json").write_text('{"status": "o')
-    assert sorted(store.open_store(tmp_path).runs()["status"]) == ["lost", "ok"]
+    assert sorted(store.Store(tmp_path).runs()["status"]) == ["lost", "ok"]
 
 
 @pytest.mark.parametrize("part", ["{0}", "01_mem", "aaaa", "2026-11-20/{0}", "2026-11-20"])
 def test_a_run_is_found_by_any_part_that_fits_one(tmp_path, part):
     wanted = make_run(tmp_path, "01_memory-aaaaaaaa", "2026-11-20")
     make_run(tmp_path, "02_speed-bbbbbbbb")
-    assert store.open_store(tmp_path).find(part.format(wanted.name)) == wanted
+    assert store.Store(tmp_path).find(part.format(wanted.name)) == wanted
 
 
 def test_a_run_is_found_by_its_path_as_the_latest_and_first_by_its_whole_name(tmp_path):
     first = make_run(tmp_path, "01_memory-aaaaaaaa", "2026-11-20")
     again = make_run(tmp_path, "01_memory-aaaaaaaa", "2026-11-20")
     last = make_run(tmp_path, "01_memory-bbbbbbbb", "2026-11-21")
-    find = store.open_store(tmp_path).find
+    find = store.Store(tmp_path).find
     assert find(first) == find(str(first)) == find("01_memory-aaaaaaaa") == first
     assert find("latest") == last
     # by when they started, not by their names
@@ -274,21 +274,21 @@ def test_a_run_is_found_by_its_path_as_the_latest_and_first_by_its_whole_name(tm
         make_run(tmp_path, f"00_zero-{name}", started=f"2026-11-21T{hour}:00:00+00:00")
         for name, hour in (("cccccccc", "09"), ("dddddddd", "11"))
     )
-    assert store.open_store(tmp_path).folders()[2:] == [early, last, late]
+    assert store.Store(tmp_path).folders()[2:] == [early, last, late]
     assert find("latest") == late
     assert find("aaaaaaaa-2") == again and again.name == "01_memory-aaaaaaaa-2"
 
 
 def test_a_name_that_fits_several_runs_or_none_is_refused(tmp_path):
     make_run(tmp_path, "01_memory-aaaaaaaa")
-    find = store.open_store(tmp_path).find
+    find = store.Store(tmp_path).find
     with pytest.raises(ValueError, match=r"no run .*; known are 01_memory-aaaaaaaa"):
         find("01_memroy-aaaaaaaa")
     make_run(tmp_path, "01_memory-abbbbbbb")
     with pytest.raises(ValueError, match=r"fits 2 runs: .*aaaaaaaa, .*abbbbbbb"):
         find("01_memory-a")
     with pytest.raises(ValueError, match="there are no runs"):
-        store.open_store(tmp_path / "none").find("x")
+        store.Store(tmp_path / "none").find("x")
 
 
 def running(age_s: float, **changes) -> dict:

@@ -1,4 +1,7 @@
-"""`python -m workbook.runs.batch.child JOBFILE [SECONDS]`: one job of a batch, wherever it runs."""
+"""`python -m workbook.runs.batch.child JOBFILE [SECONDS]`: one job of a batch, wherever it runs.
+
+It holds the job's lock, which it inherits from the process that starts it.
+"""
 
 import math
 import os
@@ -6,68 +9,60 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from whyhung.process.family import COOKIE
 from workbook.runs import identity, record
-from workbook.runs.batch.place import BUSY, FULL, locked, outcome
-from workbook.runs.files import read_json, write_json
-from workbook.runs.run import CUT, run_notebook
+from workbook.runs.batch.state import ENDED, OK, Job, is_cut
+from workbook.runs.files import write_json
+from workbook.runs.run import run_notebook
 
 
 def main(file: str | Path, most_s: float | str = math.inf) -> int:
-    """Run the job unless another child has it or has ended it. Exit code 0: it ran to its end.
+    """Run the job unless an earlier child has ended it. Exit code 0: it ran to its end.
 
     most_s: seconds that the place allows; the job's own timeout may be shorter.
     """
-    folder = Path(file).resolve().parent
-    with locked(folder / "lock") as mine:
-        if not mine:
-            return BUSY
-        if not outcome(folder).ended:
-            ended = _run(folder, read_json(file), float(most_s))
-            if ended is not None:
-                write_json(folder / "ended.json", ended)
-        return 0 if outcome(folder).status == "ok" else 1
+    job = Job("", Path(file).resolve().parent)
+    asked = job.says("job")  # nothing, if it was taken back while this child was in a queue
+    if asked and job.look() not in ENDED and (ended := _run(job, asked, float(most_s))):
+        write_json(job.folder / "ended.json", ended)
+    return 0 if job.look() == OK else 1
 
 
-def _run(folder: Path, job: dict[str, Any], most_s: float) -> dict[str, Any] | None:
+def _run(job: Job, asked: dict[str, Any], most_s: float) -> dict[str, Any] | None:
     """Run the job and return the content of ended.json; None if the run was cut from outside."""
-    earlier = outcome(folder).run
-    if earlier and record.load(earlier).get("status") == "running":  # no other process can run it
-        record.close_lost(earlier, "its process or its node died, and its job was started again")
+    job.close("its process or its node died, and its job was started again")
     me = os.getpid()
-    started = {"pid": me, "pid_started": record.process_start(me), "machine": record.machine()}
-    started |= {"cookie": os.environ.get(COOKIE), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
-    started["slurm"] = os.environ.get("NSA_JOB")
-    write_json(folder / "started.json", started)
-    if identity.source(job["notebook"]) != job["source"]:
+    started = {
+        "pid": me,
+        "pid_started": record.process_start(me),
+        "slurm": os.environ.get("NSA_JOB"),
+    }
+    write_json(job.folder / "started.json", started)
+    if identity.source(asked["notebook"]) != asked["source"]:
         message = "its notebook or the package changed since the batch was planned"
         return {"status": "failed", "stop_reason": "changed", "message": message}
     # papermill's jsonschema would compile a grammar of web addresses: a second, for nothing here.
     sys.modules.setdefault("rfc3987_syntax", None)
-    limit_s = min(job["timeout_s"] or math.inf, most_s)
+    limit_s = min(asked["timeout_s"] or math.inf, most_s)
     try:
         result = run_notebook(
-            job["notebook"],
-            job["parameters"],
-            root=job["root"],
+            asked["notebook"],
+            asked["parameters"],
+            root=asked["root"],
             timeout_s=None if limit_s == math.inf else limit_s,
-            again=job["again"],
-            evidence=job["evidence"],
-            checked=job["checked"],
+            again=asked["again"],
+            evidence=asked["evidence"],
+            checked=asked["checked"],
             pages=False,  # left to the driver, so that not each run has to load what draws them
             progress=False,
-            began=lambda run: write_json(folder / "started.json", started | {"run": str(run)}),
+            began=lambda run: write_json(job.folder / "started.json", started | {"run": str(run)}),
             say=lambda text: print(text, flush=True),
         )
     except ValueError as error:
         return {"status": "failed", "stop_reason": "error", "message": str(error)}
-    if result.stop_reason in CUT or FULL in result.message:
+    if is_cut(result.stop_reason, result.message):
         return None
-    return {
-        "status": "ok" if result.status == "ok" else "failed",
-        "run": str(result.folder.resolve()),
-        "cached": result.cached,
-    }
+    status = "ok" if result.status == "ok" else "failed"
+    return {"status": status, "run": str(result.folder.resolve()), "cached": result.cached}
 
 
 if __name__ == "__main__":

@@ -1,27 +1,26 @@
 """Run the jobs of a batch in a place, to the end or until a request to stop."""
 
-import contextlib
+import math
 import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from workbook.runs import record, report
-from workbook.runs.batch.place import (
+from workbook.runs import report
+from workbook.runs.batch.show import line
+from workbook.runs.batch.state import (
+    ENDED,
     FAILED,
     FULL,
     OK,
     RUNNING,
     STOPPED,
     TO_RUN,
+    Batch,
     Job,
     locked,
-    outcome,
 )
-from workbook.runs.batch.show import line
-from workbook.runs.batch.state import Batch
 from workbook.runs.files import write_json
 from workbook.runs.signals import signals_handled
 
@@ -50,10 +49,8 @@ class Driver:
         show: Callable[[Batch], None] = lambda batch: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        if budget_s is not None and not budget_s > 0:
-            raise ValueError(f"budget_s={budget_s} must be more than 0 seconds")
         self.batch, self.place, self.retry = batch, place, retry
-        self.ends = float("inf") if budget_s is None else time.monotonic() + budget_s
+        self.ends = time.monotonic() + (math.inf if budget_s is None else budget_s)
         self.show, self.say = show, say
         self.why = ""  # why it starts no more jobs
         self._asked, self._cut = 0, False
@@ -74,39 +71,29 @@ class Driver:
                 raise ValueError(f"{batch.driver()}; look with --status, end it with --cancel")
             batch.check()
             (batch.folder / "cancel").unlink(missing_ok=True)
-            try:
-                batch.write()
-            except OSError as error:
-                self.say(f"no manifest: {error.strerror}; the jobs' own files hold what is needed")
+            self._try("manifest", batch.write)
             self._prepare()
             with signals_handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._ask)):
                 self._loop()
             for job in batch.jobs:  # also jobs that ended while no driver ran
                 self._report(job)
-            try:
-                report.index(batch.root)
-            except OSError as error:
-                self.say(f"no page of all runs: {error.strerror}")
+            self._try("page of all runs", report.index, batch.root)
         return batch.jobs
 
     def cancel(self) -> None:
         """End running jobs: through their driver, or without one from here, starting nothing.
         ValueError if a driver does not end within a minute."""
-        file, ends, asked = self.batch.folder / "cancel", time.monotonic() + CANCEL_S, False
+        file, ends = self.batch.folder / "cancel", time.monotonic() + CANCEL_S
         if not self.batch.folder.is_dir():
             raise ValueError(f"{self.batch.plan.path} was never run with {self.batch.root}")
+        file.touch()
         while time.monotonic() < ends:
             with locked(self.batch.lock) as mine:
-                if mine and asked and not file.exists():
-                    return  # ended by its driver
                 if mine:
-                    self._prepare()
-                    self._stop("cancelled", cut=True)
-                    self._loop()
+                    if file.exists():  # there was no driver to end them
+                        self._prepare()
+                        self._loop()
                     return
-            if not asked:
-                file.touch()
-                asked = True
             time.sleep(POLL_S)
         raise ValueError(f"{self.batch.driver()}, which has not ended; it will find {file}")
 
@@ -114,20 +101,16 @@ class Driver:
         """Take over the jobs of an earlier driver, and reset those to be run again."""
         for left in self.batch.folder.glob(".manifest.json-*"):  # left by a driver that was killed
             left.unlink(missing_ok=True)
+        again = (STOPPED, TO_RUN, FAILED) if self.retry else (STOPPED, TO_RUN)
         for job in self.batch.jobs:
-            if job.status == RUNNING:
-                job.began = time.monotonic()
-            elif job.status in (STOPPED, TO_RUN) or (job.status == FAILED and self.retry):
-                self._again(job)
+            if job.status in again:
+                job.close("")
+                job.reset()
         for job, why in self.place.poll(self._running()).items():
-            job.outcome = outcome(job.folder)
-            job.status, job.cached = job.outcome.status, True
-            if not job.outcome.ended:
-                self._again(job, why)
-
-    def _again(self, job: Job, why: str = "") -> None:
-        self._close(job, why)
-        self.batch.reset(job)
+            job.close(why)
+            job.status, job.cached = job.look(), True
+            if job.status not in ENDED:
+                job.reset()
 
     def _ask(self, _number, _frame) -> None:
         self._asked += 1
@@ -180,79 +163,74 @@ class Driver:
         return [job for job in self.batch.jobs if job.status == RUNNING]
 
     def _settle(self, job: Job, why: str) -> None:
-        self._close(job, why)
-        found = outcome(job.folder)
+        job.close(why)
+        job.status = job.look()
         (job.folder / "queued.json").unlink(missing_ok=True)
-        if found.reason == "changed":  # the notebook as it is now is not run
-            self.batch.reset(job)
-            self._stop(f"{job.name}: {found.message}")
+        if job.reason == "changed":  # the notebook as it is now is not run
+            self._stop(f"{job.name}: {job.message}")
+            job.reset()
             return
-        if not found.ended and not found.message:  # only the output of its process is left
+        if job.status not in ENDED and not job.message:  # only the output of its process is left
             log = job.log.read_text(errors="replace") if job.log.exists() else ""
-            said = why or (log.strip().splitlines() or ["its process left nothing"])[-1]
-            cut = found.run or why or FULL in said
-            found = replace(found, status=STOPPED if cut else FAILED, message=said)
-        job.outcome, job.status = found, found.status
+            job.message = why or (log.strip().splitlines() or ["its process left nothing"])[-1]
+            cut = job.run or why or FULL in job.message
+            job.status = STOPPED if cut else FAILED
         self._report(job)
         self.say(line(self.batch, job))
-        if FULL in found.message:
+        if FULL in job.message:
             self._stop(f"the disk of {self.batch.root} is full")
 
     def _report(self, job: Job) -> None:
-        run = job.outcome.run
+        run = job.run
         if run and (run / "notebook.ipynb").is_file() and not (run / "report.html").is_file():
-            try:
-                report.render(run)
-            except Exception as error:  # a failed report has no other consequences
-                self.say(f"no report of {run}: {type(error).__name__}: {error}")
+            self._try(f"report of {run}", report.render, run)
 
-    def _close(self, job: Job, why: str) -> None:
-        """Write in the record of a run that its child is gone."""
-        run = outcome(job.folder).run
-        if run and record.load(run).get("status") == "running":
-            with contextlib.suppress(OSError):  # on a full disk; the run is still shown as lost
-                record.close_lost(run, why or "its process is gone")
+    def _try(self, what: str, write: Callable, *given: Any) -> None:
+        """Write something that no job needs; a failure is told, and has no other consequences."""
+        try:
+            write(*given)
+        except Exception as error:
+            words = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self.say(f"no {what}: {words}")
 
     def _ready(self) -> list[Job]:
         """Jobs to run whose dependencies have all run."""
-        done = {job.name for job in self.batch.jobs if job.status == OK}
-        left = [job for job in self.batch.jobs if job.status == TO_RUN]
-        # All jobs of a grid share their dependencies; with thousands of jobs each set is read once.
-        waits = {id(job.entry.after): job.entry.after for job in left}
-        free = {key for key, after in waits.items() if done.issuperset(after)}
-        return [job for job in left if id(job.entry.after) in free]
+        left = {job.entry.group for job in self.batch.jobs if job.status != OK}
+        ready = (job for job in self.batch.jobs if job.status == TO_RUN)
+        return [job for job in ready if left.isdisjoint(job.entry.after)]
 
     def _waits_for(self, job: Job) -> str:
-        jobs = {other.name: other for other in self.batch.jobs}
-        other = next(jobs[name] for name in job.entry.after if jobs[name].status != OK)
+        before = (other for other in self.batch.jobs if other.entry.group in job.entry.after)
+        other = next(other for other in before if other.status != OK)
         return f"after {other.name}, which is {other.status.partition(':')[0]}"
 
     def _start(self) -> None:
-        ready = self._ready()[: self.place.at_a_time]
+        running = self._running()
+        ready = self._ready()[: max(self.place.at_a_time - len(running), 0)]
         try:
             for job in ready:
                 self._write_job(job)
-            started = self.place.start(ready, self._running()) if ready else []
+            started = self.place.start(ready, running) if ready else []
         except OSError as error:
             self._stop(f"nothing can be started: {error.strerror}")
             return
         for job in started:
-            job.status, job.began = RUNNING, time.monotonic()
+            job.status = RUNNING
 
     def _write_job(self, job: Job) -> None:
-        entry = job.entry
+        if job.file.exists():
+            return
+        planned = job.entry.planned
+        job.folder.mkdir(parents=True, exist_ok=True)
         content = {
-            "name": entry.planned.name,
-            "source": entry.planned.source,
-            "notebook": str(entry.planned.notebook.absolute()),
-            "parameters": entry.planned.given,
+            "name": planned.name,
+            "source": planned.source,
+            "notebook": str(planned.notebook.absolute()),
+            "parameters": planned.given,
             "root": str(self.batch.root),
             "timeout_s": job.timeout_s,
-            "again": entry.repeats > 1,  # a repeat is no cache hit of another one
-            "checked": entry.checked,
+            "again": job.entry.repeats > 1,  # a repeat is no cache hit of another one
+            "checked": job.entry.checked,
             "evidence": self.batch.evidence,
         }
-        if not job.written:
-            job.folder.mkdir(parents=True, exist_ok=True)
-            write_json(job.file, content)
-            job.written = True
+        write_json(job.file, content)

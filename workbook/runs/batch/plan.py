@@ -7,8 +7,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -18,6 +17,7 @@ from nsa.spelling import nearest
 from whyhung.cli import seconds
 from workbook.runs import environment, identity, parameters
 from workbook.runs.opening import Planned
+from workbook.runs.run import Notebook
 
 SCHEMA = Path(__file__).with_name("plan.schema.json")
 MOST = 100_000  # most jobs of a plan
@@ -31,11 +31,11 @@ class Entry:
     """
 
     name: str  # from the list's entry, the grid's values and the repeat
-    question: str
+    group: str  # the name of the list's entry
     planned: Planned
     repeat: int = 1
     repeats: int = 1
-    after: tuple[str, ...] = ()  # names of jobs
+    after: tuple[str, ...] = ()  # groups
     timeout_s: float | None = None
     gpus: int | None = None
     checked: bool = True  # its values were checked together; else its child does it
@@ -54,7 +54,6 @@ class Plan:
 
     name: str
     path: Path
-    question: str
     entries: list[Entry]
     slurm: dict[str, Any] = field(default_factory=dict)
 
@@ -77,34 +76,29 @@ def read_plan(
     jobs = content["jobs"]
     if (count := sum(map(size, jobs))) > MOST:
         raise ValueError(f"{path} has {count:,} jobs, {MOST:,} are the most; make grids smaller")
-    found: dict[str, list[Entry]] = {}
-    known = cache(_known)
-    facts = environment.snapshot()
+    known, facts = cache(Notebook), environment.snapshot()
+    entries: dict[tuple[str, int], Entry] = {}
+    names: set[str] = set()
     for number, job in enumerate(jobs, 1):
         where = f"{path}, job {number} ({job['name']})"
-        if job["name"] in found:
+        if job["name"] in names:
             raise ValueError(f"{where}: this name comes twice; give each job its own")
+        names.add(job["name"])
         whole = {key: content[key] for key in ("timeout", "gpus") if key in content} | job
         try:
             notebook = identity.find_notebook(job["notebook"], notebooks)
-            found[job["name"]] = list(_expanded(whole, path.parent, known(notebook), facts))
+            found = list(_expanded(whole, path.parent, known(notebook), facts))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+        for entry in found:
+            same = entries.setdefault((entry.planned.name, entry.repeat), entry)
+            if same is not entry:
+                raise ValueError(
+                    f"{path}: {entry.name} and {same.name} are the same run; leave one of them "
+                    "out, or write `repeats: 2` where it is wanted twice"
+                )
     _check_order(path, jobs)
-    entries = []
-    for job in jobs:
-        after = tuple(entry.name for one in _several(job.get("after")) for entry in found[one])
-        entries += [replace(entry, after=after) for entry in found[job["name"]]]
-    asked: dict[tuple[str, int], Entry] = {}
-    for entry in entries:
-        same = asked.setdefault((entry.planned.name, entry.repeat), entry)
-        if same is not entry:
-            raise ValueError(
-                f"{path}: {entry.name} and {same.name} are the same run; leave one of them out, or "
-                "write `repeats: 2` where it is wanted twice"
-            )
-    question = " ".join(str(content.get("question", "")).split())
-    return Plan(path.stem, path, question, entries, content.get("slurm") or {})
+    return Plan(path.stem, path, list(entries.values()), content.get("slurm") or {})
 
 
 def size(job: dict[str, Any]) -> int:
@@ -112,15 +106,8 @@ def size(job: dict[str, Any]) -> int:
     return math.prod(map(len, job.get("grid", {}).values())) * job.get("repeats", 1)
 
 
-def _known(notebook: Path) -> tuple:
-    """Notebook, its declared parameters, the hash of its source, and the check of its values."""
-    together = parameters.check_together(notebook)
-    return notebook, parameters.declared(notebook), identity.source(notebook), together
-
-
-def _expanded(job: dict[str, Any], folder: Path, known: tuple, facts: dict) -> Iterator[Entry]:
+def _expanded(job: dict[str, Any], folder: Path, notebook: Notebook, facts: dict):
     """Entries of a job: each combination of its grid, each repeat."""
-    notebook, declared, source, together = known
     given: dict[str, Any] = {}
     for file in _several(job.get("file")):
         given |= parameters.read_file(folder / file)
@@ -130,27 +117,26 @@ def _expanded(job: dict[str, Any], folder: Path, known: tuple, facts: dict) -> I
     gpus, here = job.get("gpus"), facts["gpus"]
     if gpus != 0:  # a job sees as many as it is assigned
         facts = facts | {"gpus": here[: gpus or 1]}
+
+    def checked_here(full: dict[str, Any]) -> bool:
+        """False if the child has to check the effects of a GPU, which this machine lacks."""
+        return full.get("device") != "cuda" or bool(here)
+
     for values in itertools.product(*grid.values()):
         cell = dict(zip(grid, values, strict=True))
-        checked = parameters.check(declared, given | own | cell)
-        full = parameters.filled(declared, checked)
-        # Effects of a GPU can only be checked on a machine with one: the child does it there.
-        elsewhere = full.get("device") == "cuda" and not here
-        if not elsewhere:
-            together(full)
-        run_id = identity.run_id(notebook, full, facts, source)
-        planned = Planned(notebook, checked, full, facts, f"{notebook.stem}-{run_id}", source)
+        planned = notebook.planned(given | own | cell, facts, checked_here)
         name = " ".join([job["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
         for repeat in range(1, repeats + 1):
             yield Entry(
                 f"{name} #{repeat}" if repeats > 1 else name,
-                " ".join(job.get("question", "").split()),
+                job["name"],
                 planned,
                 repeat,
                 repeats,
+                tuple(_several(job.get("after"))),
                 timeout_s=seconds(job["timeout"]) if "timeout" in job else None,
                 gpus=gpus,
-                checked=not elsewhere,
+                checked=checked_here(planned.full),
             )
 
 
@@ -175,12 +161,12 @@ def _check(path: Path, content: dict[str, Any]) -> None:
     )
     if not errors:
         return
-    error, where, rule, wants = errors[0], str(path), validator.schema, ""
-    place = list(error.absolute_path)
-    if place[:1] == ["jobs"] and len(place) > 1:
-        job = content["jobs"][place[1]]
+    error, where, keys = errors[0], str(path), list(errors[0].absolute_path)
+    if keys[:1] == ["jobs"] and len(keys) > 1:
+        _, number, *keys = keys
+        job = content["jobs"][number]
         name = job.get("name") if isinstance(job, dict) else None
-        where += f", job {place[1] + 1}" + (f" ({name})" if name else "")
+        where += f", job {number + 1}" + (f" ({name})" if name else "")
     if error.validator == "additionalProperties":
         known = error.schema["properties"]
         wrong = next(key for key in error.instance if key not in known)
@@ -188,13 +174,9 @@ def _check(path: Path, content: dict[str, Any]) -> None:
     if error.validator == "required":
         missing = next(key for key in error.validator_value if key not in error.instance)
         raise ValueError(f"{where} has no {missing!r}")
-    for key in place:  # the innermost description is that of the key
-        rule = rule.get("items") if isinstance(key, int) else rule.get("properties", {}).get(key)
-        rule = rule or {}
-        wants = rule.get("description", wants)
-    keys = [key for key in place if isinstance(key, str)]
-    keys = [key for key in keys if key != "jobs" or len(place) == 1] or ["job"]
-    raise ValueError(f"{where}: {'.'.join(keys)} is {error.instance!r}; it wants {wants}")
+    what = ".".join(key for key in keys if isinstance(key, str)) or "job"
+    wants = error.schema["description"]
+    raise ValueError(f"{where}: {what} is {error.instance!r}; it wants {wants}")
 
 
 def _check_order(path: Path, jobs: list[dict]) -> None:

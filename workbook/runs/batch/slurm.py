@@ -1,5 +1,5 @@
-"""Jobs on a Slurm cluster: submitit sends each to the queue; the job's own files, `squeue` and the
-deadline show when it has ended.
+"""Jobs on a Slurm cluster: submitit sends each to the queue; the job's own files and `squeue` show
+when it has ended.
 
 Nothing here needs sacct, without which submitit waits forever for a job that left no result.
 """
@@ -16,17 +16,18 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from whyhung.cli import seconds
 from workbook.runs import record
-from workbook.runs.batch.place import Job, busy, outcome, start_child
+from workbook.runs.batch.state import ENDED, Job, start_child
 from workbook.runs.files import write_json
 
 SIGNAL_S = 60  # how long before its end Slurm signals a job; it may do so up to a minute earlier
 MARGIN_S = 180  # part of a job's time for its start and for an orderly end
-ENDED = {  # states of a job that no longer runs, in words; "" if its own files have the reason
+GONE = {  # states of a job that no longer runs, in words; "" if its own files have the reason
     "BOOT_FAIL": "its node did not start",
     "CANCELLED": "its job on Slurm was cancelled",
     "COMPLETED": "",
@@ -50,7 +51,13 @@ NEVER = {  # reasons for which a job would wait forever
     "launch_failed_requeued_held",
 }
 UP = ("idle", "mix", "alloc", "comp", "resv", "plan")
-OPTIONS = ("partition", "account", "qos", "constraint")  # passed on unchanged
+OPTIONS = {  # sbatch's and submitit's names of settings that are passed on
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+    "cpus": "cpus_per_task",
+}
 
 
 class Slurm:
@@ -62,12 +69,12 @@ class Slurm:
     def __init__(self, settings: Mapping[str, Any] | None = None, every_s: float = 2.0) -> None:
         self.settings = dict(settings or {})
         self.at_a_time = self.settings.get("at_once", 100)
-        time_limit = self.settings.get("time")
-        self.time_s = None if time_limit is None else seconds(time_limit)
-        if self.time_s is not None and self.time_s <= MARGIN_S:
+        limit = self.settings.get("time")
+        self.most_s = seconds(limit) - MARGIN_S if limit else math.inf  # of a notebook
+        if self.most_s <= 0:
             raise ValueError(
-                f"slurm.time is {time_limit}, and {MARGIN_S} s of it are kept for the start and "
-                "an end in order; write 5m or more"
+                f"slurm.time is {limit}, and {MARGIN_S} s of it are kept for the "
+                "start and an end in order; write 5m or more"
             )
         if shutil.which("sbatch") is None:
             raise ValueError(
@@ -79,31 +86,35 @@ class Slurm:
         self.every_s, self._next = every_s, 0.0
         self._ended: set[Job] = set()  # at the last poll
         self._strays_are_gone = False
-        self._node_gpus: int | None = None
 
     def check(self, jobs: Sequence[Job]) -> None:
         shapes = {self._shape(job): job for job in reversed(jobs)}
-        for shape, job in shapes.items():
-            options = self._options(*shape).items()
+        for (gpus, minutes), job in shapes.items():
+            options = self._options(gpus, minutes).items()
             flags = (f"#SBATCH --{key.replace('_', '-')}={value}" for key, value in options)
             lines = ["#!/bin/sh", *flags, "true\n"]
             asked = _slurm("sbatch", "--test-only", input="\n".join(lines))
             if asked is None:
                 raise ValueError("Slurm does not answer; `sinfo` shows if it is up")
-            if asked.returncode and self._nodes_up():
-                gpus, minutes = shape
+            states = self._sinfo("%T").split()
+            # While all nodes are down Slurm refuses every job, but only for now.
+            if asked.returncode and any(state.startswith(UP) for state in states or UP):
+                said = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
+                said = said.removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
+                there = _slurm("sinfo", "-h", "-o", "%R (at most %l, %G a node)")
+                has = there.stdout.replace("(null)", "no GPU").splitlines() if there else "?"
                 raise ValueError(
                     f"{job.name} wants {minutes} minutes and {gpus} GPUs, and Slurm would not take "
-                    f"it: {_said(asked)}; it has {self._partitions()}"
+                    f"it: {said}; it has {', '.join(has)}"
                 )
 
     def start(self, ready: Sequence[Job], running: Sequence[Job]) -> list[Job]:
         groups: dict[tuple[int, int], list[Job]] = defaultdict(list)
-        for job in ready[: max(self.at_a_time - len(running), 0)]:
+        for job in ready:
             groups[self._shape(job)].append(job)
+        self._end_strays(ready[0], running)
         started: list[Job] = []
         for shape, jobs in groups.items():
-            self._end_strays(jobs[0], running)
             try:
                 self._submit(jobs, *shape)
             except Exception as error:  # submitit's exception, with the last line of sbatch
@@ -131,25 +142,26 @@ class Slurm:
 
     def _shape(self, job: Job) -> tuple[int, int]:
         """GPUs and minutes of the job in the queue. ValueError if it has no time limit."""
-        limits = [job.timeout_s, self.time_s and self.time_s - MARGIN_S]
-        if not any(limits):
+        left_s = min(job.timeout_s or math.inf, self.most_s)
+        if left_s == math.inf:
             raise ValueError(
                 f"{job.name} has no time, and Slurm ends jobs when theirs is over; say "
                 "`--slurm time=2h`, or write `timeout: 2h` in the plan"
             )
-        left_s = min(limit for limit in limits if limit)
-        gpus = job.gpus
-        if gpus is None and self._node_gpus is None:
-            self._node_gpus = int("gpu" in self._sinfo("%G"))
-        return self._node_gpus if gpus is None else gpus, math.ceil((left_s + MARGIN_S) / 60)
+        gpus = self._node_gpus if job.gpus is None else job.gpus
+        return gpus, math.ceil((left_s + MARGIN_S) / 60)
+
+    @cached_property
+    def _node_gpus(self) -> int:
+        """GPUs of a job that does not say how many."""
+        return int("gpu" in self._sinfo("%G"))
 
     def _options(self, gpus: int, minutes: int) -> dict[str, Any]:
         """Options under the names that sbatch and submitit share."""
-        named = {key: self.settings[key] for key in OPTIONS if key in self.settings}
-        if "memory_gb" in self.settings:
-            named["mem"] = f"{math.ceil(self.settings['memory_gb'] * 1024)}M"
-        if "cpus" in self.settings:
-            named["cpus_per_task"] = self.settings["cpus"]
+        given = self.settings
+        named = {name: given[key] for key, name in OPTIONS.items() if key in given}
+        if "memory_gb" in given:
+            named["mem"] = f"{math.ceil(given['memory_gb'] * 1024)}M"
         if gpus:
             named["gpus_per_node"] = gpus
         return named | {"time": minutes}
@@ -158,10 +170,8 @@ class Slurm:
         """Send the jobs to the queue; two or more are an array."""
         import submitit
 
-        folder = jobs[0].folder.parents[1] / "slurm"
         # Without srun, and in the shell's place, the child's parent gets the signals itself.
-        command = f"exec {sys.executable}"
-        executor = submitit.SlurmExecutor(folder, python=command)
+        executor = submitit.SlurmExecutor(_folder(jobs[0]), python=f"exec {sys.executable}")
         executor.update_parameters(
             job_name=_name(jobs[0]),
             use_srun=False,
@@ -170,13 +180,11 @@ class Slurm:
             additional_parameters={"signal": f"B:USR2@{SIGNAL_S}", "requeue": True},
             **self._options(gpus, minutes),
         )
-        limits = [60 * minutes - MARGIN_S] * len(jobs)
-        files = [str(job.file) for job in jobs]
-        logs = [str(job.log) for job in jobs]
+        limits, folders = [60 * minutes - MARGIN_S] * len(jobs), [str(job.folder) for job in jobs]
         with _outside_jobs():
-            sent = executor.map_array(run_child, files, logs, limits, [gpus] * len(jobs))
+            sent = executor.map_array(run_child, folders, limits, [gpus] * len(jobs))
         for job, one in zip(jobs, sent, strict=True):
-            write_json(job.folder / "queued.json", {"job": one.job_id, "minutes": minutes})
+            write_json(job.folder / "queued.json", {"job": one.job_id})
 
     def _end_strays(self, job: Job, running: Sequence[Job]) -> None:
         """Cancel jobs that a driver sent but was killed before it recorded them: only the lock
@@ -191,57 +199,59 @@ class Slurm:
         """Reason why no child runs or will run the job; None while one runs or waits."""
         with contextlib.suppress(OSError):  # makes a node's writes visible at once, also over NFS
             job.folder.chmod(job.folder.stat().st_mode)
-        if outcome(job.folder).ended and not busy(job):
+        if job.look() in ENDED and not job.busy:
             queued = job.says("queued").get("job")
             if queued != _id(job):  # an earlier driver's job ran it first
                 _cancel([queued])
             return ""
+        # Without a heartbeat, or ended.
+        silent = job.run and record.status_now(record.load(job.run)) != "running"
         if states is None:
-            return _overdue(job)
+            return "Slurm does not answer, and its run is gone" if silent else None
         state, reason = states.get(_id(job), ("", ""))
         if state == "PENDING" and reason in NEVER:
             _cancel([_id(job)])
             return f"Slurm would never begin it ({reason})"
-        if state not in ENDED:
+        if state not in GONE:
             self._ended.discard(job)
             return None
         if job not in self._ended:  # it may be queued again, or its last file is delayed
             self._ended.add(job)
             return None
-        if busy(job) and not _silent(job):  # another job of Slurm runs it, see `_end_strays`
+        if job.busy and not silent:  # another job of Slurm runs it, see `_end_strays`
             return None
-        begun = (job.folder / "started.json").exists()
-        if state in ("FAILED", "COMPLETED") and not begun:  # its log has the reason
-            _keep_last_words(job)
-        return ENDED[state]
+        if state in ("FAILED", "COMPLETED") and not job.says("started"):
+            # The reason was printed before its child started.
+            with contextlib.suppress(OSError), job.log.open("a") as log:
+                log.write((_folder(job) / f"{_id(job)}_0_log.err").read_text(errors="replace"))
+        return GONE[state]
 
     def _sinfo(self, what: str) -> str:
         partition = os.environ.get("SBATCH_PARTITION", self.settings.get("partition"))
         asked = _slurm("sinfo", "-h", "-o", what, *(["-p", partition] if partition else []))
         return asked.stdout if asked else ""
 
-    def _nodes_up(self) -> bool:
-        """True if any node is up; if all are down Slurm refuses every job, but only for now."""
-        states = self._sinfo("%T").split()
-        return not states or any(state.startswith(UP) for state in states)
 
-    def _partitions(self) -> str:
-        asked = _slurm("sinfo", "-h", "-o", "%R (at most %l, %G a node)")
-        return ", ".join(asked.stdout.replace("(null)", "no GPU").splitlines()) if asked else "?"
-
-
-def run_child(file: str, log: str, timeout_s: float, gpus: int) -> int:
+def run_child(folder: str, timeout_s: float, gpus: int) -> int | None:
     """On the node, run the job's child in its own session; send it SIGTERM when its time ends."""
+    import submitit
+
     from whyhung.process.gpus import only
 
-    number = os.environ.get("SLURM_JOB_ID", "")
-    if parent := os.environ.get("SLURM_ARRAY_JOB_ID"):
-        number = f"{parent}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    variables = os.environ | {"NSA_JOB": number} | ({} if gpus else only(""))
-    child = start_child(Path(file), Path(log), variables, str(timeout_s))
+    variables = (
+        os.environ | {"NSA_JOB": submitit.JobEnvironment().job_id} | ({} if gpus else only(""))
+    )
+    child = start_child(Path(folder), variables, str(timeout_s))
+    if child is None:
+        return None
     for one in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(one, lambda _number, _frame: child.terminate())
     return child.wait()
+
+
+def _folder(job: Job) -> Path:
+    """Folder of scripts that were sent, and of what they printed."""
+    return job.folder.parents[1] / "slurm"
 
 
 def _name(job: Job) -> str:
@@ -281,38 +291,6 @@ def _states(ids: Iterable[str]) -> dict[str, tuple[str, str]] | None:
 def _cancel(ids: Iterable[str | None]) -> None:
     if known := sorted(filter(None, ids)):
         _slurm("scancel", *known)
-
-
-def _overdue(job: Job) -> str | None:
-    """Reason to give up a begun job while Slurm does not answer: its heartbeat or time limit."""
-    started = job.folder / "started.json"
-    if not started.exists():
-        return None
-    if _silent(job):
-        return "Slurm does not answer, and its run is gone"
-    age_s = time.time() - started.stat().st_mtime
-    minutes = job.says("queued").get("minutes")
-    if minutes and age_s > 60 * minutes + record.LOST_AFTER_S:
-        return f"Slurm does not answer, and its {minutes} minutes were over"
-    return None
-
-
-def _silent(job: Job) -> bool:
-    """True if its run has no heartbeat, or ended."""
-    run = outcome(job.folder).run
-    return run is not None and record.status_now(record.load(run)) != "running"
-
-
-def _keep_last_words(job: Job) -> None:
-    """Append the job's output from before its child started to the log that the driver reads."""
-    said = job.folder.parents[1] / "slurm" / f"{_id(job)}_0_log.err"
-    with contextlib.suppress(OSError), job.log.open("a") as log:
-        log.write(said.read_text(errors="replace"))
-
-
-def _said(asked: subprocess.CompletedProcess[str]) -> str:
-    line = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
-    return line.removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
 
 
 @contextlib.contextmanager

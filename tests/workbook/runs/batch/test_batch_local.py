@@ -1,5 +1,6 @@
 """Jobs as processes of this machine: who gets which GPU, who is adopted, and how they end."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,9 +17,9 @@ from sample_notebooks import errors_of
 
 from whyhung.process.gpus import Gpus
 from workbook.runs import record
-from workbook.runs.batch import local, place
+from workbook.runs.batch import child, local, state
 from workbook.runs.batch.local import Local
-from workbook.runs.batch.place import Job
+from workbook.runs.batch.state import Job, start_child
 from workbook.runs.files import read_json, write_json
 
 pytestmark = pytest.mark.processes
@@ -34,13 +35,13 @@ def machine(monkeypatch):
             children.append(self)
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(local.subprocess, "Popen", Known)
+    monkeypatch.setattr(state.subprocess, "Popen", Known)
     monkeypatch.setattr(local, "all_visible", lambda: Gpus(("3", "5", "7")))
-    monkeypatch.setattr(place, "CHILD", "batch_child")
+    monkeypatch.setattr(state, "CHILD", "batch_child")
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     yield
-    for child in children:
-        child.wait(30)
+    for each in children:
+        each.wait(30)
 
 
 @pytest.fixture
@@ -100,34 +101,48 @@ def test_without_gpus_one_runs_at_once_unless_more_are_wished(jobs, monkeypatch)
     assert Local().at_a_time == 1 and Local(2).at_a_time == 2
     with pytest.raises(ValueError, match="wants 1 GPUs, and this machine has none"):
         Local().check([jobs("one", 1)])
-    place = Local()
-    assert len(place.start([jobs("a"), jobs("b")], [])) == 1
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_another_driver_adopts_what_runs_with_its_gpus(jobs, known):
+@pytest.mark.parametrize("seen", [seen, lambda job: None])
+def test_another_driver_adopts_what_runs_with_its_gpus(jobs, seen):
     job = jobs("a")
     Local().start([job], [])
-    assert seen(job)["pid"] == job.says("queued")["pid"]
-    if not known:
-        (job.folder / "queued.json").unlink()
+    seen(job)  # or it is still to reach its first line
     later = Local()
     assert later.free([job]) == ["5", "7"] and later.poll([job]) == {}
     end(job)
     assert waited(lambda: later.poll([job])) == {job: "its process is gone"}
 
 
-def test_a_child_that_finds_another_at_its_job_leaves_it_to_that_one(jobs):
+def test_a_job_that_another_child_has_is_left_to_that_one(jobs):
     job = jobs("a")
     first, second = Local(), Local()
     first.start([job], [])
     pid = seen(job)["pid"]
-    second.start([job], [job])
-    assert job.says("queued")["gpus"] == ["5"] and job.says("queued")["pid"] != pid
-    waited(lambda: second.poll([job]) == {} and job not in second._children)
+    assert second.start([job], []) == [job] and second.poll([job]) == {}
+    assert start_child(job.folder, os.environ) is None
     assert second.free([job]) == ["5", "7"] and alive(pid)
     end(job)
     assert waited(lambda: second.poll([job])) == {job: "its process is gone"}
+
+
+def test_a_disk_that_fills_up_between_two_starts_keeps_what_began(jobs, monkeypatch):
+    first, second = jobs("a"), jobs("b")
+
+    def full(path, content):
+        if path.parent == second.folder:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_json(path, content)
+
+    monkeypatch.setattr(local, "write_json", full)
+    place = Local()
+    assert place.start([first, second], []) == [first] and seen(first)
+    with pytest.raises(OSError, match="No space left"):
+        place.start([second], [first])
+
+
+def test_a_job_that_was_taken_back_while_its_child_was_in_a_queue_is_not_run(tmp_path):
+    assert child.main(tmp_path / "job.json") == 1 and not list(tmp_path.iterdir())
 
 
 def test_a_job_is_cancelled_and_one_that_does_not_listen_is_killed(jobs, monkeypatch):

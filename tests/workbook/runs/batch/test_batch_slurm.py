@@ -17,7 +17,6 @@ from slurm_cluster import MISSING, Waiting, at_each_look, cluster, told, wait_fo
 from workbook.runs import record
 from workbook.runs.batch import slurm
 from workbook.runs.batch.driver import Driver
-from workbook.runs.batch.place import outcome
 from workbook.runs.batch.slurm import Slurm
 
 pytestmark = [
@@ -78,7 +77,7 @@ def test_jobs_of_one_kind_are_an_array_with_a_gpu_each_and_a_job_of_none_sees_no
     batch, _ = drive(events())
     assert statuses(batch) == ["ok"] * 3 and waiting.begun()[2] == "3: "
     assert len(waiting.runs()) == 3
-    assert [outcome(job.folder).status for job in batch.jobs] == ["ok"] * 3
+    assert [job.look() for job in batch.jobs] == ["ok"] * 3
     again, _ = drive()
     assert statuses(again) == ["ok"] * 3 and len(waiting.runs()) == 3
 
@@ -241,7 +240,7 @@ def test_a_node_that_dies_leaves_the_partial_notebook_and_its_job_begins_again(t
     first, second = waiting.runs()
     assert record.load(first)["status"] == "lost"
     assert "its process or its node died" in record.load(first)["message"] and is_partial(first)
-    assert statuses(batch) == ["ok"] and batch.jobs[0].outcome.run == second
+    assert statuses(batch) == ["ok"] and batch.jobs[0].run == second
 
 
 def pause(seconds):
@@ -292,7 +291,7 @@ def test_a_job_that_is_preempted_closes_its_run_and_begins_again(tmp_path):
     batch, _ = drive(events(), place)
     first, second = waiting.runs()
     assert record.load(first)["status"] == "killed" and is_partial(first)
-    assert statuses(batch) == ["ok"] and batch.jobs[0].outcome.run == second
+    assert statuses(batch) == ["ok"] and batch.jobs[0].run == second
 
 
 def test_a_batch_that_is_cancelled_closes_what_runs_and_takes_what_waits_from_the_queue(tmp_path):

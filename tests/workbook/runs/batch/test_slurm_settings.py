@@ -2,16 +2,14 @@
 
 import os
 import sys
-import time
 
 import pytest
 from batches import write_plan
 
 from workbook.runs.batch import slurm
-from workbook.runs.batch.place import Job
 from workbook.runs.batch.plan import read_plan
 from workbook.runs.batch.slurm import Slurm
-from workbook.runs.files import write_json
+from workbook.runs.batch.state import Job
 
 
 @pytest.fixture
@@ -75,15 +73,3 @@ def test_a_driver_that_is_a_job_itself_hands_none_of_its_limits_on(monkeypatch):
     with slurm._outside_jobs():
         left = {name for name in before if name not in os.environ}
     assert left == {"SLURM_JOB_ID", "SLURM_NTASKS", "RANK"} and dict(os.environ) == before
-
-
-def test_without_an_answer_a_job_that_began_is_given_up_when_its_time_is_over(tmp_path):
-    job = Job("one", tmp_path)
-    write_json(tmp_path / "queued.json", {"job": "3_0", "minutes": 4})
-    assert slurm._overdue(job) is None  # it may wait in the queue for days
-    started = tmp_path / "started.json"
-    started.write_text("{}")
-    assert slurm._overdue(job) is None
-    over = time.time() - 4 * 60 - 121
-    os.utime(started, (over, over))
-    assert slurm._overdue(job) == "Slurm does not answer, and its 4 minutes were over"
