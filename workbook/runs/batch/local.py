@@ -25,7 +25,7 @@ class Local:
     def __init__(self, at_once: int | None = None) -> None:
         self.gpus = all_visible().names
         self.at_a_time = at_once or len(self.gpus) or 1
-        self._children: dict[Job, subprocess.Popen] = {}
+        self._children: dict[Job, subprocess.Popen | None] = {}  # None: another one was faster
         self._kill_at: dict[Job, float] = {}
 
     def check(self, jobs: Sequence[Job]) -> None:
@@ -92,8 +92,8 @@ class Local:
     def _signal(self, job: Job, number: int) -> None:
         """Send a signal to our child, or to that of an earlier driver if it is on this machine."""
         known = job.says("started")
-        if job in self._children:
-            self._children[job].send_signal(number)
+        if child := self._children.get(job):
+            child.send_signal(number)
         elif known and record.process_start(known["pid"]) == known["pid_started"]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(known["pid"], number)
