@@ -16,7 +16,14 @@ from whyhung.watch.flight_recorder import kept
 from workbook.lab import sweep
 from workbook.lab.search.ledger import Ledger
 from workbook.runs import environment, identity, metrics
-from workbook.runs.files import lighten, read_json, write_atomically, write_json, write_notebook
+from workbook.runs.files import (
+    lighten,
+    read_json,
+    rounded_paths,
+    write_atomically,
+    write_json,
+    write_notebook,
+)
 from workbook.runs.record import load
 
 KIB = 1024
@@ -56,6 +63,8 @@ def keep(folder: str | Path) -> list[str]:
             for error in (x for x in cell.get("outputs", []) if x.output_type == "error"):
                 error.traceback = [_plain_paths(line) for line in error.traceback]
         write_notebook(notebook, small)
+    for picture in folder.glob("figures/*.svg"):
+        write_atomically(picture, rounded_paths(picture.read_text(encoding="utf-8")))
     files = [path for path in folder.iterdir() if path.name not in NOT_KEPT and path.name[0] != "."]
     names = [path.relative_to(folder).as_posix() for path in (*files, *_kept(folder))]
     command = ["git", "-C", str(folder), "add", "--force", "--", *sorted(names)]

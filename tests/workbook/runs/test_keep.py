@@ -127,7 +127,11 @@ def test_pictures_of_a_kept_notebook_have_few_colours_and_tracebacks_no_paths(ke
     outputs = [nbformat.v4.new_output("display_data", shown), error]
     cell = nbformat.v4.new_code_cell(outputs=outputs)
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), file)
+    drawn = kept_run / "figures" / "plot.svg"
+    drawn.parent.mkdir()
+    drawn.write_text('<svg id="1.23456"><path d="M 1.23456 7\nL 20.5 3.999"/></svg>')
     keep.keep(kept_run)
+    assert drawn.read_text() == '<svg id="1.23456"><path d="M 1.23 7\nL 20.5 3.99"/></svg>'
     once = file.read_bytes()
     output, error = nbformat.read(file, as_version=4).cells[0].outputs
     assert "someone" not in error.traceback[0] and "model/train.py:7" in error.traceback[0]
