@@ -1,5 +1,7 @@
 """The notebook in JupyterLab in a real browser: it opens, sliders move, pictures change."""
 
+import contextlib
+
 import pytest
 
 pytest.importorskip("jupyterlab")
@@ -28,6 +30,8 @@ FOLLOWS = """(image) => new Promise((resolve, reject) => {
 @pytest.mark.environment(of="browser")
 def test_a_slider_moves_and_the_picture_follows_without_an_error(tmp_path, record_property):
     with lab(tmp_path, NOTEBOOK) as address, browser_page() as (page, wrong):
+        from playwright.sync_api import TimeoutError as Late
+
         page.goto(address)
         run_all(page)
         pictures = page.locator("img.nsa-picture")
@@ -70,16 +74,21 @@ def test_a_slider_moves_and_the_picture_follows_without_an_error(tmp_path, recor
                                ".startsWith('query 744 of')")  # fmt: skip
 
         # on the map itself, by the line that is drawn there
-        line = page.locator(".nsa-grip .noUi-handle:visible").first.bounding_box()
-        middle = line["x"] + line["width"] / 2, line["y"] + line["height"] / 2
-        page.mouse.move(*middle)
-        page.mouse.down()
-        page.mouse.move(middle[0], middle[1] - 60, steps=5)
-        page.mouse.up()
-        page.wait_for_function(
+        there = (
             "[...Array(160).keys()].some((n) => document.querySelector('[role=status]').innerText"
             ".startsWith(`query ${400 + n} of`))"
         )
+        for _ in range(10):  # the line may be on its way when it is looked for
+            line = page.locator(".nsa-grip .noUi-handle:visible").first.bounding_box()
+            middle = line["x"] + line["width"] / 2, line["y"] + line["height"] / 2
+            page.mouse.move(*middle)
+            page.mouse.down()
+            page.mouse.move(middle[0], middle[1] - 60, steps=5)
+            page.mouse.up()
+            with contextlib.suppress(Late):
+                page.wait_for_function(there, timeout=10_000)
+                break
+        assert page.evaluate(there)
 
         # a size that does not fit is told, and the way back works
         handle = sliders.nth(1)
