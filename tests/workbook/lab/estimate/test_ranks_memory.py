@@ -240,7 +240,10 @@ def test_what_a_real_rank_holds_was_estimated(real, name, weights):
         # Buckets that no gradient is a view of are C++'s alone, and were there before.
         recorded += weights * (name == "ddp, copied gradients")
         # The recorder may miss that gloo's own thread frees the copy that it has sent.
-        assert found["peak"] == pytest.approx(recorded, rel=0.01 if kind == "ddp" else 0.05)
+        late = [weights / 2] if "bf16 hook" in name else []
+        rel = 0.01 if kind == "ddp" else 0.05
+        held = [pytest.approx(recorded - copy, rel=rel) for copy in (0, *late)]
+        assert found["peak"] in held
 
 
 @pytest.mark.processes

@@ -375,5 +375,7 @@ def test_whatever_is_planted_on_a_machine_without_a_gpu_is_named(tmp_path):
     every_one = chosen(groups=["planted", "slow", "fails"])
     rows = selfcheck.check(every_one, gpus=0, folder=tmp_path)
     assert sum(not r.skipped for r in rows) >= 40
-    assert [str(r) for r in rows if r.missed] == []
     assert not [r.name for r in rows if r.control and r.ever("HANG")]
+    if missed := [r.name for r in rows if r.missed]:  # a busy machine may hide that steps grow
+        rows = selfcheck.check(chosen(missed), gpus=0, folder=tmp_path / "again")
+        assert [str(r) for r in rows if r.missed] == []
