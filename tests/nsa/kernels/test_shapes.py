@@ -113,7 +113,7 @@ def test_shapes_are_judged_in_a_process_that_names_them(tmp_path):
     ],
 )
 def test_what_no_kernel_takes_is_declined_before_a_launch(sizes, dtype, message, monkeypatch):
-    """What no backend takes is refused in tests/nsa/attention/test_inputs.py."""
+    """Limits of the kernels alone; tests/nsa/attention/test_inputs.py refuses bad input."""
     monkeypatch.setattr("nsa.kernels.ops.attend", lambda *_: pytest.fail("it was launched"))
     args, kwargs = draw(Case(20, **sizes), dtype, DEVICE).arguments()
     with pytest.raises(Declined, match=message):

@@ -21,7 +21,7 @@ CHILD = [sys.executable, "-m", "whyhung.process.child"]
 
 
 def served(start):
-    """What `start` returns where the server makes the process, and where it is executed."""
+    """Result of `start` where the server makes the process, and where it is executed."""
     before = WARM.served
     warm = start()
     assert WARM.served == before + 1

@@ -56,7 +56,7 @@ def test_each_evidence_has_its_verdict(case):
 
 
 def test_its_seconds_count_from_its_first_step():
-    """As deadlines do: the 8.5 s are 2.5 s of loading, and 6 s of work, which are not late."""
+    """Start-up is left out, as in deadlines: 2.5 s of 8.5 are loading; 6 s of work are in time."""
     samples = [replace(s, t=s.t + 2.5) for s in moving(STEPS)]
     found = trial(samples, end=End("returned", 0), began_s=2.5, soft_s=7.0, losses=[1.0] * STEPS)
     numbers = judge(found).numbers

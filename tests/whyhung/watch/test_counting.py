@@ -50,7 +50,7 @@ def test_a_backward_that_takes_long_is_counted_more_finely_from_then_on(counters
     model, x = nn.Sequential(*(Scaled(20) for _ in range(8))), torch.ones(4, requires_grad=True)
 
     def stages():
-        """How many counts are seen while one module's 20 nodes run."""
+        """Number of counts seen while one module's 20 nodes run."""
         during, y = set(), model(x)
         node = y.grad_fn
         for number in range(85):
@@ -147,7 +147,7 @@ def test_a_forward_counts_in_its_own_backward_alone(counters):
 
 
 class Event:
-    """As many of a device's events pass as its `done` says, in the order of their recording."""
+    """Event of a device, past once the device has done as many as were recorded up to it."""
 
     def __init__(self, device):
         self.device, self.number, self.on = device, None, None

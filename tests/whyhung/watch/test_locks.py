@@ -29,7 +29,7 @@ def runs(python: str) -> bool:
 
 @pytest.fixture(scope="module", params=PYTHONS, ids=lambda python: Path(python).name)
 def told(request):
-    """What `locks` says of all ways to wait, in each Python that is here."""
+    """Result of `locks` for all ways to wait, in each Python that is here."""
     if not runs(request.param):
         pytest.skip("it does not start")
     command = [request.param, str(Path(SUPPORT, "lock_waits.py"))]

@@ -66,7 +66,7 @@ def end(job):
 
 
 def seen(job):
-    """What the child wrote that holds the job's lock."""
+    """Content that the child holding the job's lock wrote."""
     return waited(lambda: read_json(job.folder / "started.json"))
 
 
