@@ -62,7 +62,7 @@ def busy(seconds: float) -> int:
 def growing_steps(form):
     history = []
     for i, loss in training(24):
-        history += [loss] * 15_000
+        history += [loss] * 40_000
         for _ in range(i):
             add_all(history) if form == 0 else rest(0.12)
         yield loss
