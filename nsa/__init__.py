@@ -1,4 +1,4 @@
-"""Native Sparse Attention: definition, backends, a small model, and a workbook to measure them.
+"""Native Sparse Attention: definition, backends, decoding, and a small model.
 
 The names below are imported when first used, so `import nsa` loads neither torch nor a backend.
 """

@@ -31,7 +31,7 @@ def test_runs_are_small_and_have_one_picture_of_a_figure():
 
 
 def gone_from(text: str, log: str = "") -> list[str]:
-    """The runs that a text names and that are not there, unless the log says that they went."""
+    """Runs that a text names and that are missing, unless the log says that they went."""
     kept = {folder.name for folder in FOLDERS}
     lost = [found for found in RUN.finditer(text) if found[0] not in kept]
     return sorted({m[0] for m in lost if not re.search(rf"…-{m[1]}`|{m[1]}` \(until", log)})

@@ -126,6 +126,7 @@ def test_what_a_room_could_not_run_is_refused_before_a_folder_is_made(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_gpu_that_is_not_there_is_missed_before_a_folder_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -188,7 +188,7 @@ FEW = ((2, 1, None, "mean"),)
 def reach_decode(
     name: str, tokens: int, architecture: int, steps=STEPS, sinks: bool = False
 ) -> None:
-    """Launches every kernel of such decode steps."""
+    """Launch every kernel of these decode steps."""
     from nsa.kernels import decode
 
     (dim, value_dim, dtype, group), heads, config = SHAPES[name], 2, NSAConfig()

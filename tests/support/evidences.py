@@ -58,7 +58,7 @@ def thread(tid=1, *, main=True, wait=None, frames=SPIN, **more):
 
 
 def process(*threads, pid=1, rank=0, of=None, **more):
-    """A rank's process, or a worker's of a rank (rank None)."""
+    """Process of a rank, or of a rank's worker (rank None)."""
     of = (rank or 0) if of is None else of
     return Process(pid, of=of, rank=rank, name="python train.py", state=more.pop("state", "S"),
                    threads=threads or (thread(pid),), **more)  # fmt: skip

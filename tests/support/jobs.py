@@ -211,7 +211,7 @@ class Job:
         return moved
 
     def _met(self, call: Call, rank: int, other: int) -> Call | None:
-        """The other's call that it is in and that ends with this one."""
+        """Matching call that the other rank is in."""
         fronts = self.ranks[other].fronts(self.loose)
         return next((front for front in fronts if self._meets(call, rank, front)), None)
 

@@ -68,7 +68,7 @@ WAYS = "plain", "late", "wide", "longer", "double"  # in which a call differs fr
 
 
 def call(seed: int, how: str) -> list[tuple]:
-    """The launches of one step as people call it: any shape, any layout, some of it learned."""
+    """Launches of one step on any shape and layout, with some inputs that need gradients."""
     rng = random.Random(seed)
     (group, heads), dim = rng.choice([(1, 2), (4, 1), (16, 2)]), rng.choice([16, 24, 64, 128])
     dtype = rng.choice([torch.float16, torch.float16, torch.float32])

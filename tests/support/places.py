@@ -40,7 +40,7 @@ def _listed(*patterns: str, only: tuple[str, ...] = ()) -> list[str]:
 
 @functools.cache
 def in_git() -> bool:
-    """True if git tracks the files here; a tarball within another project's checkout has none."""
+    """Return True if git tracks the files here: not so for a tarball inside another checkout."""
     return bool(_listed("pyproject.toml"))
 
 

@@ -127,7 +127,7 @@ def declining(spec):
 
 
 def ending(spec):
-    """One of the above, by its name."""
+    """Return one of the above by name."""
     return globals()[spec["how"]](spec)
 
 

@@ -36,6 +36,7 @@ def test_a_shell_script_runs_as_without_us(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (3, "hi\n", "")
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_plain_program_is_told_hung_at_its_line_and_explained_afterwards(tmp_path):
     (tmp_path / "program.py").write_text(STUCK)

@@ -132,6 +132,7 @@ def scored(tmp_path, tool, only, *options):
     return {row["program"]: row for row in json.loads((out / "rows.json").read_text())}
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.real_starts
 def test_a_scorer_counts_what_is_told_and_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
@@ -156,6 +157,7 @@ def here(path, folder):
         return False
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.real_starts
 def test_what_is_withdrawn_and_what_is_never_told_is_counted(tmp_path, monkeypatch, capsys):
@@ -169,6 +171,7 @@ def test_what_is_withdrawn_and_what_is_never_told_is_counted(tmp_path, monkeypat
     assert "0 of 1 told, 0 in time" in said and "0 of 2 accused" in said
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.real_starts
 @pytest.mark.parametrize("tool", ["torch", "frtrace"])

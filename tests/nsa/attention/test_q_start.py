@@ -194,6 +194,7 @@ def test_the_kernels_take_packed_queries_with_bounds_of_their_own():
         assert torch.allclose(mine, other, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.full
 def test_compiled_code_takes_an_offset():
     drawn = draw(Case(24, kv_heads=1), torch.float32)
     (q, k, v, gates, config), options = drawn.arguments()

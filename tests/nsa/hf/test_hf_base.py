@@ -163,6 +163,7 @@ def test_files_with_the_names_of_before_open_and_are_saved_with_todays(model, tm
     assert type(base) is NSAModel and not told["missing_keys"]
 
 
+@pytest.mark.full
 @pytest.mark.registered
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -182,6 +183,7 @@ def test_a_fresh_process_opens_a_saved_model_without_importing_nsa(tmp_path, cod
     assert answer(code).strip() == kind
 
 
+@pytest.mark.full
 @pytest.mark.registered
 @pytest.mark.processes
 def test_who_loads_another_model_does_not_import_ours_and_can_open_it_afterwards(tmp_path):
@@ -193,6 +195,7 @@ def test_who_loads_another_model_does_not_import_ours_and_can_open_it_afterwards
     assert answer(code).split() == ["False", "NSAModel"]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_without_the_registration_the_error_says_what_would_do_and_the_folders_code_opens_it(
     tmp_path,

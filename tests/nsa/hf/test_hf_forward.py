@@ -196,6 +196,7 @@ OLD += "made.__version__ = '4.57.6'; made.AutoConfig = made.AutoModelForCausalLM
 
 
 @pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "message"),
     [

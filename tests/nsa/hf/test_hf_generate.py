@@ -1,4 +1,4 @@
-"""generate with the cache says what it says without one, in each of its ways."""
+"""generate gives the same tokens with a cache and without, in each mode."""
 
 import copy
 

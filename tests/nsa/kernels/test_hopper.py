@@ -118,6 +118,7 @@ def test_selected_blocks_of_queries_at_an_offset_are_attended_to_as_by_triton(ru
         assert_close(case(specialized=True), case(specialized=False))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "start"), [(0, 100), (1, 300), (2, 12), (3, 404)])
 def test_queries_at_an_offset_select_as_by_tritons_kernels(run, number, start):
     run(seed=number)

@@ -17,12 +17,14 @@ def found():
     return told_by("launches.py", SEEDS, OF_A_FAULT)
 
 
+@pytest.mark.full
 def test_known_calls_launch_the_same_kernels_with_the_same_arguments(found):
     assert found["all"]["other"] == [] and found["all"]["launches"] > 1000
     assert found["all"]["looked at again"] == 0  # by Triton, for the third time
     assert len(found["all"]["kernels"]) == 21
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("left_out", ["alignment", "strides", "dtype", "shape"])
 def test_each_thing_that_a_call_is_known_by_matters(found, left_out):
     assert found[f"without {left_out}"]["other"]

@@ -63,6 +63,7 @@ def trained(model, steps=60, amp=False):
     return losses[0], losses[-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_gpt_with_the_layer_learns_to_look_back(amp):
     torch.manual_seed(1)

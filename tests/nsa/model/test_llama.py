@@ -10,6 +10,7 @@ from nsa.model.llama import LanguageModel
 from nsa.model.presets import PRESETS, dense_twin, preset
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_first_loss_is_that_of_a_guess_among_256_bytes(name):
     model = LanguageModel(preset(name, backend="sdpa"))

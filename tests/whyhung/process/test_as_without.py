@@ -33,6 +33,7 @@ def bare(output):
     return re.sub(rb"0x[0-9a-f]+|pid=\d+", b"-", output)
 
 
+@pytest.mark.full
 def test_a_program_that_tells_all_of_itself_tells_the_same(tmp_path):
     # One thread: those of OpenBLAS would take a signal for which the main thread waits.
     given = {"LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
@@ -122,6 +123,7 @@ print([int(number) for number in got])
 """
 
 
+@pytest.mark.full
 def test_a_signal_comes_once_whether_for_the_group_or_for_the_watcher(tmp_path):
     for send in (os.kill, os.killpg):
         with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Every way a trial can come to its end: what was seen of it, and that nothing of it is left."""
+"""Every end of a trial: the evidence it leaves, and no process left behind."""
 
 import os
 import signal
@@ -146,6 +146,7 @@ def test_who_is_forked_and_who_ignores_sigterm_is_ended_as_well(tmp_path):
     assert evidence.end.returncode == -9 and gone([int(pids.read_text())])
 
 
+@pytest.mark.full
 def test_its_caller_may_end_it(tmp_path):
     stop = threading.Event()
     threading.Timer(1.0, stop.set).start()

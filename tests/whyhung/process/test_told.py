@@ -132,6 +132,7 @@ def test_what_nothing_counts_is_told_as_slow_and_accused_of_nothing(name, tmp_pa
     assert [r["label"] for r in evidence.reports if r["withdrawn"] is None] == ["SLOW:uncounted"]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_look_at_a_process_that_ends_meanwhile_accuses_nobody(monkeypatch):
     came, plain, evidence = [], kernel.snapshot, Evidence(stall_s=0.1, wait_s=0.1)

@@ -105,6 +105,7 @@ def test_it_leads_its_session_once_its_popen_is_there():
         assert os.getpgid(child.pid) == os.getsid(child.pid) == child.pid
 
 
+@pytest.mark.full
 def test_torchrun_is_executed_by_a_fork_and_its_ranks_end_as_always(tmp_path):
     def rows():
         found = ranks.run_ranks(

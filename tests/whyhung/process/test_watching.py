@@ -99,6 +99,7 @@ def test_what_a_signal_ended_ends_by_that_signal(started):
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_a_lock_taken_twice_is_told_at_its_line_and_the_program_runs_on(started, tmp_path):
     process = started("watch", "--inside", "off", "--stall-s", 1, "--", sys.executable, "script.py")
     wait_until_there(tmp_path / "began", process)
@@ -114,6 +115,7 @@ def test_a_lock_taken_twice_is_told_at_its_line_and_the_program_runs_on(started,
     assert STUCK_AT in err and "report.txt" in err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("send", [os.kill, os.killpg])
 def test_what_stood_stays_when_the_user_ends_it(started, tmp_path, send):
     """Though the signal itself moves it, and the watcher gets it too."""
@@ -146,6 +148,7 @@ def test_the_program_goes_on_when_the_watcher_is_killed(started, tmp_path):
     assert wait_until_gone([pid]) == []
 
 
+@pytest.mark.full
 def test_a_hang_is_ended_with_all_its_processes_where_that_is_asked(started, tmp_path):
     script = "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n"
     options = ["--inside", "off", "--stall-s", 1, "--on-hang", "kill", "--folder", "seen"]
@@ -158,6 +161,7 @@ def test_a_hang_is_ended_with_all_its_processes_where_that_is_asked(started, tmp
     assert len(pids) == 2 and wait_until_gone(pids) == []
 
 
+@pytest.mark.full
 def test_a_healthy_wait_is_not_told(started, tmp_path):
     script = "import time\ntime.sleep(3)\nprint('done')\n"
     process = started("watch", "--stall-s", 1, "--folder", "seen", "--", sys.executable,
@@ -166,6 +170,7 @@ def test_a_healthy_wait_is_not_told(started, tmp_path):
     assert verdict_in(tmp_path / "seen").kind == "PASS"
 
 
+@pytest.mark.full
 def test_the_users_limit_ends_what_works_as_slow(started, tmp_path):
     options = ["--inside", "off", "--limit", 2, "--folder", "seen"]
     process = started("watch", *options, "--", sys.executable, "script.py", script=AT_WORK)
@@ -184,6 +189,7 @@ def test_a_watcher_that_fails_leaves_the_command_its_end_and_its_exit_code(monke
     assert out == "done\n" and "your program goes on" in err
 
 
+@pytest.mark.full
 def test_pages_go_to_the_terminal_where_their_folder_cannot_be_written(started, tmp_path):
     (tmp_path / "file").touch()
     options = ["--inside", "off", "--stall-s", 1, "--on-hang", "kill", "--folder", "file"]
@@ -202,6 +208,7 @@ def test_a_full_disk_is_told_and_leaves_no_half_file(tmp_path, monkeypatch, caps
     assert "No space left on device" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_job_is_looked_at_and_not_changed(tmp_path):
     (tmp_path / "script.py").write_text(LOCKED)
     with running(subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path)) as process:
@@ -213,12 +220,14 @@ def test_a_job_is_looked_at_and_not_changed(tmp_path):
         assert "TracerPid:\t0" in status and alive(process.pid)
 
 
+@pytest.mark.full
 def test_what_works_is_not_called_still():
     with running(python(AT_WORK)) as process:
         _, verdict = attach(process.pid, seconds=2)
     assert verdict.label == "SLOW:uncounted"
 
 
+@pytest.mark.full
 def test_a_server_that_waits_to_be_asked_is_idle_and_nothing_is_wrong(started):
     command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"]
     with running(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process:
@@ -266,6 +275,7 @@ def test_a_process_may_end_while_it_is_looked_at():
     assert verdict.label == "INCONCLUSIVE:ended"
 
 
+@pytest.mark.full
 def test_without_py_spy_the_kernel_still_tells(monkeypatch):
     monkeypatch.setattr("whyhung.watch.looks._py_spy", lambda: None)
     with running(

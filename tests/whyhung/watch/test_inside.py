@@ -58,6 +58,7 @@ def two(tmp_path_factory):
     return watched(tmp_path_factory.mktemp("two"), *torchrun, SCRIPT, "--workers", "1")
 
 
+@pytest.mark.full
 def test_the_program_is_as_it_would_be_without(one, tmp_path):
     options = ["--spawn", "--helper", "--code", "3"]
     plain = watched(tmp_path, sys.executable, SCRIPT, *options, plain=True)
@@ -83,6 +84,7 @@ def test_workers_children_and_helpers_are_no_ranks(one):
     assert who["python"] == sys.version.split()[0] and who["started"] > 0
 
 
+@pytest.mark.full
 def test_the_ranks_of_torchrun_are_told_from_its_agent(two):
     assert two.done.returncode == 0 and two.errors == []
     ranks = inside.ranks(two.folder)
@@ -94,6 +96,7 @@ def test_the_ranks_of_torchrun_are_told_from_its_agent(two):
     assert SCRIPT in ranks[0]["argv"]
 
 
+@pytest.mark.full
 def test_spawned_ranks_without_variables_are_known_by_their_process_group(tmp_path):
     script = tmp_path / "spawned.py"
     script.write_text(
@@ -130,6 +133,7 @@ print("done", sys.modules.get("sitecustomize"))
 """
 
 
+@pytest.mark.full
 def test_a_sitecustomize_of_the_programs_own_runs_as_ever(tmp_path):
     own, folder = tmp_path / "own", tmp_path / "watched"
     own.mkdir(), folder.mkdir()
@@ -142,6 +146,7 @@ def test_a_sitecustomize_of_the_programs_own_runs_as_ever(tmp_path):
     assert p(run, run.whos[0]).step == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["no folder", "another whyhung"])
 def test_what_goes_wrong_stays_unnoticed_by_the_program(tmp_path, fault):
     folder, package = tmp_path / "watched", tmp_path / "package"
@@ -198,6 +203,7 @@ def test_a_process_that_loads_no_torch_leaves_nothing(tmp_path):
     assert run.done.stdout == "False\n" and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_stuck_process_answers_for_its_locks_and_collectives(tmp_path):
     script = tmp_path / "stuck.py"
     script.write_text(

@@ -303,6 +303,7 @@ def test_without_rights_it_says_what_would_help_and_root_reads_anybody():
         assert seen.main().wait.kind == "timer" and not seen.message
 
 
+@pytest.mark.full
 def test_of_thousands_of_threads_the_first_are_read_and_the_rest_counted():
     code = (
         "import threading, time; threading.stack_size(65536)\n"

@@ -40,6 +40,7 @@ def told(request):
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 def test_a_lock_is_held_by_whoever_is_inside_its_with_statement(told):
     waits = told["waits"]
     for name in ("with_lock", "second_item", "acquires", "acquires_for_a_while"):

@@ -88,6 +88,7 @@ def check(found, kind):
     assert (found.lost, found.ignored, found.well) == (0, 0, True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "count"), [("raise", 40), ("count", 17), ("agent", 3)])
 def test_none_of_some_is_lost(tmp_path, kind, count):
     found = sent(tmp_path, kind, count)

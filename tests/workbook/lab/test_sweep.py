@@ -48,6 +48,7 @@ def swept(cells, run=None, **options):
     return measure(ENTRY, cells, spec, run=run, **{"deadline_s": 60, "progress": False} | options)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_every_way_to_end_is_an_outcome_in_its_place(tmp_path, capsys):
     how = ("environment", "wrapped_out_of_memory", "sleep", "kill_itself", "value_error",

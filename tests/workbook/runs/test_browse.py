@@ -149,6 +149,7 @@ def test_a_damaged_run_says_so_when_it_is_chosen_and_the_others_stay(runs):
     assert live.message.value == ""
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_every_notebook_of_the_committed_runs_has_a_picture():
     if not committed_runs():

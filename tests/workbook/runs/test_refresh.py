@@ -65,6 +65,7 @@ def test_plots_are_kept_with_few_colours(tmp_path):
     assert max(high for _, high in far) <= 16
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_failing_cell_leaves_the_notebook_as_it_was(tmp_path):
     path = written(tmp_path / "n.ipynb", "1 + 1", "1 / 0")

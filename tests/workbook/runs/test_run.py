@@ -121,6 +121,7 @@ run.show(plots.scaling(run.metrics()), "memory")"""
     assert (place / "figures" / "01_tiny--exponents.svg").is_file()
 
 
+@pytest.mark.full
 @pytest.mark.real_starts
 @pytest.mark.processes
 def test_a_failed_run_says_so_and_publishes_no_figure(place):

@@ -19,12 +19,8 @@ def _blocks(block: int, stride: int, select: int, count: int) -> dict[str, int]:
 
 BASE, DENSE = "nsa", "dense"
 CONTROLS = ("window", "compressed")  # which must lose
-BLOCKS = (
-    BASE,
-    "half-blocks",
-    "quarter-blocks",
-    "select-64",
-)  # whose blocks dense attention is seen by
+# Variants whose blocks dense attention's weights are summed by.
+BLOCKS = (BASE, "half-blocks", "quarter-blocks", "select-64")
 # Changes of the model by variant; dense ones are baselines of the unchanged model.
 VARIANTS: dict[str, dict[str, Any]] = {
     BASE: {},

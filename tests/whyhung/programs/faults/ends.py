@@ -51,7 +51,7 @@ def training(steps: int) -> Iterator[tuple[int, float]]:
 
 
 def busy(seconds: float) -> int:
-    """So much processor time in plain Python, on state that changes."""
+    """Use `seconds` of processor time in plain Python, on state that changes."""
     end, total = time.thread_time() + seconds, 1
     while time.thread_time() < end:
         total = (total * 31 + sum(int(digit) for digit in str(total + 1))) % 1_000_003

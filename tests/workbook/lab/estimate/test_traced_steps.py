@@ -90,6 +90,7 @@ def check(spec: TrainingSpec) -> None:
     assert max(map(abs, errors.values())) < limit, errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spec", QUICK, ids=lambda spec: spec.told(spec.backend, str(spec.tokens)))
 def test_a_cpu_s_peaks_are_those_of_its_allocator(spec):
     check(spec)
@@ -114,6 +115,7 @@ def peaks(found: trace.Trace) -> dict:
     return {name: seen[name] for name in ("phases", "by_phase_category")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["gather", "packed"])
 def test_chunks_left_out_hold_no_more_than_those_traced(backend, monkeypatch):
     monkeypatch.setattr(span, "ELEMENTS", 1 << 13)
@@ -141,6 +143,7 @@ REPEATED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spec", REPEATED, ids=lambda spec: spec.told(spec.backend, spec.device))
 def test_layers_that_are_repeated_are_those_that_would_have_been_traced(spec):
     gpu = gpu_named("H200") if spec.device == "cuda" else None
@@ -187,6 +190,7 @@ def test_nothing_that_goes_after_the_step_is_in_the_stream():
     assert found.stream.tags[-1][0] == len(found.stream)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("backend", ["packed", "gather", "masked"])
 def test_what_goes_straight_to_a_meta_kernel_makes_the_same(device, backend, monkeypatch):

@@ -180,7 +180,7 @@ def test_a_machine_that_slows_down_decides_nothing_about_longer_deadlines(health
 
 @pytest.fixture
 def decided(tmp_path):
-    """What the tree says of an investigation, once it is stored as a notebook stores it."""
+    """Decisions of the tree on an investigation that is stored as a notebook stores it."""
 
     def decide(results: Results) -> decision.Decision:
         return decision.decide(stored(results), "loop")

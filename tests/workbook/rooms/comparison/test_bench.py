@@ -125,6 +125,7 @@ def test_a_red_check_at_one_length_keeps_no_error_of_another():
     assert all(set(c["errors"]) == {"forward", "backward"} for c in cells if c["name"] != "fla")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("broken", "error", "outcome", "kept"),
     [
@@ -192,6 +193,7 @@ def test_a_broken_device_ends_the_run_with_its_reason(monkeypatch):
     assert "illegal memory access" in rest[-1]["message"]
 
 
+@pytest.mark.full
 def test_memory_beyond_inputs_and_outputs_is_recorded_on_a_cpu():
     shape = replace(SHAPE, tokens=256)
     cell = run(shape=shape, backends=["masked"], cpu_memory=True)["masked"]

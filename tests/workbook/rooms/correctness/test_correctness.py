@@ -95,6 +95,7 @@ def test_copies_are_looked_at_in_forks_and_the_code_here_stays_as_it_is(tmp_path
     assert again == next(s.picture for s in seen if (s.mutant, s.view) == (RIGHT, "window"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("device", "shares"), [("cpu", 2), ("cuda", 6)])
 def test_on_a_gpu_each_kernel_is_looked_at_there_in_a_process_of_its_own(
     device, shares, monkeypatch, tmp_path

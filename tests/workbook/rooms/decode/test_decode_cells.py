@@ -64,6 +64,7 @@ def test_sizes_are_sequences_by_tokens_and_survive_a_childs_spec():
     assert [Cell.from_dict(one.to_dict()) for one in found] == found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_step_is_right_takes_the_memory_estimated_and_reads_its_keys_alone(shared):
     cell = tiny(shared=shared)
@@ -109,6 +110,7 @@ WRONG = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_step_gets_no_time(case, monkeypatch):
     def spoilt(*args, **options):
@@ -121,6 +123,7 @@ def test_a_wrong_step_gets_no_time(case, monkeypatch):
     assert (row["outcome"], row["ms"]) == ("red", {}) and row["message"]
 
 
+@pytest.mark.full
 def test_who_does_not_run_leaves_its_reason_and_the_others_run(monkeypatch):
     monkeypatch.setattr(child, "_dense", lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
     found = rows(tiny(), backends=["forward", "gather"], pages=[], peers=["no.where:f"])
@@ -130,6 +133,7 @@ def test_who_does_not_run_leaves_its_reason_and_the_others_run(monkeypatch):
     assert "no.where:f cannot be imported" in found[3]["message"]
 
 
+@pytest.mark.full
 def test_a_peer_is_called_with_the_cache_and_checked(monkeypatch):
     seen = []
 

@@ -39,6 +39,7 @@ def test_a_small_model_is_estimated_within_one_per_cent():
     assert max(map(abs, found.values())) < 0.01, found
 
 
+@pytest.mark.full
 def test_calls_alone_need_what_an_h200_measured():
     """With nothing around them, workspaces show: cuDNN's, flash-attn's, our kernels' own."""
     found = [call for call in committed_peaks.calls(RUNS) if call.shape.queries == "random"]

@@ -74,6 +74,7 @@ def test_a_boundary_is_looked_for_around_the_estimated_one():
     assert trials.values_near(2) == [1, 2, 3, 4]  # a batch
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("nothing_before")
 def test_one_real_cell_is_estimated_to_one_percent_and_no_time_is_no_finding():
     spec = {"cells": [TINY], "deadline_s": 100.0, "gpu": "NVIDIA H200", "threads": None}

@@ -42,6 +42,7 @@ CHANGES = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("view", ["keys seen", "selection", "gates"])
 def test_a_picture_of_which_parts_were_kept_is_the_one_drawn_whole(live, view):
     live.view.value = view

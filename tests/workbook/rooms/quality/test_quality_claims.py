@@ -204,6 +204,7 @@ def test_rows_of_earlier_calls_are_read_under_todays_names(tmp_path):
     assert trials.read([str(tmp_path / trials.FILE)], LIKE) == [row("dense", 1)]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_cells_are_trained_in_processes_of_their_own(tmp_path):
     text = small_shards(tmp_path).folder

@@ -44,6 +44,7 @@ class Ticks:
         return float(self.count)
 
 
+@pytest.mark.full
 def test_a_cell_cut_off_in_the_middle_goes_on_bit_for_bit(tmp_path, text, monkeypatch):
     monkeypatch.setattr(child, "CHUNK", 1)
     one = cell()
@@ -69,6 +70,7 @@ def test_a_cell_cut_off_in_the_middle_goes_on_bit_for_bit(tmp_path, text, monkey
         assert torch.equal(weight, weights(tmp_path / "cut", one)[name])
 
 
+@pytest.mark.full
 def test_a_row_has_what_the_question_asks_for_and_is_not_made_twice(tmp_path, text, monkeypatch):
     one = cell()
     row = run_cell(one, text, tmp_path, device="cpu", amounts=FEW)
@@ -87,6 +89,7 @@ def test_a_row_has_what_the_question_asks_for_and_is_not_made_twice(tmp_path, te
     assert run_cell(one, text, tmp_path, device="cpu") == json.loads(json.dumps(row))
 
 
+@pytest.mark.full
 def test_tensors_are_saved_on_request_also_of_a_cell_that_is_done(tmp_path, text, monkeypatch):
     one, asked = cell(), replace(FEW, tensors=(256,))
     row = run_cell(one, text, tmp_path, device="cpu", amounts=FEW)
@@ -115,6 +118,7 @@ def test_variants_that_select_nothing_have_no_selections(tmp_path, text, variant
     )
 
 
+@pytest.mark.full
 def test_variants_of_a_seed_see_the_same_bytes_and_seeds_others(tmp_path, text, monkeypatch):
     seen = {}
     for one in (cell(), cell("dense"), cell(seed=4)):
@@ -134,6 +138,7 @@ def test_variants_of_a_seed_see_the_same_bytes_and_seeds_others(tmp_path, text, 
     assert torch.equal(first, second) and not torch.equal(first, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spoilt", [math.nan, 99.0])
 def test_a_seed_that_diverges_is_a_row(tmp_path, text, monkeypatch, spoilt):
     run = child.Trainer.run

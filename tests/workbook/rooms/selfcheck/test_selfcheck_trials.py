@@ -23,7 +23,7 @@ PLANTED, CONTROLS, ENDS = listed().values()
 
 
 def telling(fault):
-    """Evidence that names the fault wherever evidence can."""
+    """Evidence that names the fault in every field that can hold a name."""
     module, _, name = fault.subject.partition(":")
     file = f"/some/where/tests/whyhung/programs/{module.replace('.', '/')}.py"
     frames = (f"{file}:12 fetch", f"{name}.step")

@@ -1,4 +1,4 @@
-"""Processes of a soak: the restart, limits that stop, and ends that nobody wished for."""
+"""Processes of a soak: the restart, limits that stop it, and unplanned ends."""
 
 import errno
 import gc
@@ -42,6 +42,7 @@ def whole(tmp_path_factory):
     return Soak(CELL, 44, 4, LIMITS, (before, after))
 
 
+@pytest.mark.full
 def test_a_restarted_training_repeats_the_steps_of_the_one_that_went_on(whole):
     both = table.across(whole)
     assert both.index.tolist() == [22, 23, 24, 25]

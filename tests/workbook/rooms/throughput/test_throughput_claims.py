@@ -173,6 +173,7 @@ def test_a_refutation_cites_what_it_found():
     assert claims.watching_costs_little(df).evidence == {"triton T 2048": 1.151}
 
 
+@pytest.mark.full
 def test_loss_curves_that_part_by_chance_are_rarely_said_to_differ():
     """Three backends, two seeds: walks of equal law, as rounding and seeds make them."""
     rng = np.random.default_rng(0)

@@ -197,7 +197,7 @@ def stored():
 
 
 def test_of_the_committed_runs_memory_only_grows_with_t(stored):
-    """Where settings were mixed gather had 0.463 GiB at T 1024 and 0.427 at 2048."""
+    """Catch mixed settings: gather had 0.463 GiB at T 1024 and 0.427 at 2048 in one table."""
     tables = answers.memory(stored)
     assert len({table["title"] for table in tables}) == len(tables) > 10
     seen = 0
