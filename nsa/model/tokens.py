@@ -42,6 +42,7 @@ class Tokens:
     vocab: int
     bytes: int
     tokenizer: str  # sha256 of its file
+    spelling: tuple[int, ...]  # ids of the 256 bytes, each by itself
 
     @cached_property
     def ids(self) -> UInt16[Tensor, " N"]:
@@ -138,7 +139,8 @@ def tokens(shards: Shards, split: str = "train", seed: int = 1337) -> Tokens:
     _check(shards.folder / FILE, facts["sha256"])
     size = shards.manifest["bytes"][split]
     name = f"{split} of {shards.folder}, {facts['vocab']} tokens"
-    return Tokens(name, ids, seed, facts["vocab"], size, facts["sha256"])
+    spelling = _spelling(json.loads((shards.folder / FILE).read_text(encoding="utf-8")))
+    return Tokens(name, ids, seed, facts["vocab"], size, facts["sha256"], spelling)
 
 
 def tokenizer(shards: Shards, file: str | os.PathLike | None = None) -> Any:
@@ -147,6 +149,15 @@ def tokenizer(shards: Shards, file: str | os.PathLike | None = None) -> Any:
     file = Path(file or shards.folder / FILE)
     _check(file, _facts(shards)["sha256"])
     return _library().Tokenizer.from_file(str(file))
+
+
+def _spelling(made: dict[str, Any]) -> tuple[int, ...]:
+    """Ids of the 256 bytes, which a byte-level vocabulary writes as GPT-2 does: a printable byte as
+    the character of its number, the others in order as characters from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    written = [byte if byte in printable else next(others) for byte in range(256)]
+    return tuple(made["model"]["vocab"][chr(character)] for character in written)
 
 
 def _facts(shards: Shards) -> dict[str, Any]:

@@ -29,6 +29,13 @@ def test_ids_are_the_whole_text_and_fewer(made, split):
     assert data.bits_a_byte(math.log(2) * data.bytes_per_token) == pytest.approx(1.0)
 
 
+def test_every_byte_has_an_id_that_spells_it(made):
+    found, spelled = tokens(made).spelling, tokenizer(made)
+    assert len({*found}) == 256
+    for text in ("\n#= KEYS word;\n", "é°\x00~"):
+        assert spelled.decode([found[byte] for byte in text.encode()]) == text
+
+
 def test_batches_are_passages_with_each_ids_successor(made):
     data = tokens(made, seed=3)
     read, targets = data.batch(5, 2, 30)

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.model import shards
+from nsa.model import shards, tokens
 from nsa.spelling import nearest
 from workbook.lab import todays
-from workbook.rooms.quality.cells import MODELS, VARIANTS, Cell, cells_of
+from workbook.rooms.quality.cells import BYTES, MODELS, VARIANTS, Cell, cells_of
 from workbook.runs.files import plain
 
 SETUP_S, EVALUATE_S = 25.0, 35.0  # first guesses, replaced by the slowest seen
@@ -40,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     option("--seeds", type=_numbers, default=[0, 1, 2], help="0,1,2")
     option("--tokens", type=_numbers, default=[16384], help="lengths T, as 16384,32768")
     option("--bytes", type=_count, default=_count("64M"), help="that a cell is trained on: 64M")
+    text = "train on as many tokens instead, of a tokenizer of so many ids (needs tokenizers)"
+    option("--vocab", type=int, default=BYTES, help=text)
     option("--batch-tokens", type=int, default=65536, help="tokens of a step")
     option("--model", default="small", choices=MODELS, help="small has 21 million parameters")
     option("--lr", type=float, default=1e-3, help="the highest learning rate")
@@ -134,19 +136,30 @@ def _cells(arguments: argparse.Namespace) -> list[Cell]:
     precision = arguments.precision or ("bf16" if _device(arguments) == "cuda" else "fp32")
     common = {"bytes": arguments.bytes, "batch_tokens": arguments.batch_tokens}
     common |= {"model": arguments.model, "lr": arguments.lr, "precision": precision}
+    common |= {"vocab": arguments.vocab}
     return cells_of(arguments.variants, arguments.seeds, arguments.tokens, **common)
 
 
 def _text(arguments: argparse.Namespace, cells: Sequence[Cell]) -> shards.Shards:
     """The text, made unless it is there; as much is held out as the longest evaluation reads."""
-    most = arguments.max_text
-    folder = _work(arguments) / ("text" if most is None else f"text-{most}")
+    most, vocab = arguments.max_text, arguments.vocab
+    name = "text" if most is None else f"text-{most}"
+    folder = _work(arguments) / (name if vocab == BYTES else f"{name}-{vocab}-ids")
     if (folder / "manifest.json").is_file():
-        return shards.opened(folder)
+        found = shards.opened(folder)
+    else:
+        found = _built(arguments, cells, folder)
+    if vocab != BYTES and "tokenizer" not in found.manifest:
+        found = tokens.tokenize(found, vocab)
+    return found
+
+
+def _built(arguments: argparse.Namespace, cells: Sequence[Cell], folder: Path) -> shards.Shards:
     least = 4 * arguments.longest * max(cell.tokens for cell in cells)
+    least *= 1 if arguments.vocab == BYTES else 4  # bytes of a token, at most
     for fraction in FRACTIONS:
         try:
-            return shards.build(folder, least, max_bytes=most, fraction=fraction)
+            return shards.build(folder, least, max_bytes=arguments.max_text, fraction=fraction)
         except ValueError as error:
             short = error
     raise short

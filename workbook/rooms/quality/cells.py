@@ -18,6 +18,7 @@ def _blocks(block: int, stride: int, select: int, count: int) -> dict[str, int]:
 
 
 BASE, DENSE = "nsa", "dense"
+BYTES = 256  # ids of text in bytes
 CONTROLS = ("window", "compressed")  # which must lose
 # Variants whose blocks dense attention's weights are summed by.
 BLOCKS = (BASE, "half-blocks", "quarter-blocks", "select-64")
@@ -57,26 +58,28 @@ MODELS = {"small": small, "tiny": tiny, "production": production}
 
 @dataclass(frozen=True)
 class Cell:
-    """One training: a variant of a model, a seed, a length, and how many bytes it sees.
+    """One training: a variant of a model, a seed, a length, and how much text it sees.
 
-    Cells that differ in the variant alone see the same bytes in the same order. Raises ValueError
-    for what cannot be trained.
+    Cells that differ in the variant alone see the same text in the same order. Ids are bytes, or
+    tokens of a tokenizer of `vocab` ids. Raises ValueError for what cannot be trained.
     """
 
     variant: str
     seed: int
     tokens: int  # T
-    bytes: int  # that training sees, counted again where it sees them again
+    bytes: int  # ids that training sees, counted again where it sees them again
     model: str = "small"
     batch_tokens: int = 65536  # of a step
     lr: float = 1e-3
     precision: str = "bf16"
+    vocab: int = BYTES
 
     def __post_init__(self) -> None:
         choice("variant", self.variant, VARIANTS)
         choice("model", self.model, MODELS)
         for name, least in (("seed", 0), ("tokens", LEAST), ("bytes", 1), ("batch_tokens", 1)):
             keep_int(self, name, least)
+        keep_int(self, "vocab", BYTES)
         if self.batch_tokens % self.tokens:
             raise ValueError(
                 f"batch_tokens={self.batch_tokens} are no multiple of tokens={self.tokens}; "
@@ -100,11 +103,12 @@ class Cell:
     def name(self) -> str:
         """Name of the cell's folder; cells with the same name are equal."""
         rate = f"{self.lr:g}-{self.precision}-{self.batch_tokens}"
+        rate += f"-{self.vocab}" if self.vocab != BYTES else ""
         return f"{self.model}-{self.variant}-{self.tokens}-seed{self.seed}-{self.bytes}-{rate}"
 
     def config(self) -> ModelConfig:
         """The variant's model."""
-        base = MODELS[self.model]().with_(**VARIANTS[self.variant])
+        base = MODELS[self.model]().with_(vocab=self.vocab, **VARIANTS[self.variant])
         if self.variant.startswith(DENSE):
             return dense_twin(base, same_parameters=self.variant == "dense-wide")
         return base
@@ -126,7 +130,8 @@ class Cell:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Fields as a row has them: a vocabulary of bytes, the only one once, is left out."""
+        return {name: x for name, x in asdict(self).items() if (name, x) != ("vocab", BYTES)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

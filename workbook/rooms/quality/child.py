@@ -14,6 +14,7 @@ import torch
 
 from nsa.attention import witness
 from nsa.model import saving
+from nsa.model import tokens as tokenized
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.parallel import SINGLE
@@ -24,7 +25,7 @@ from workbook.lab import todays
 from workbook.lab.measure.coverage import coverage
 from workbook.lab.measure.selections import selections
 from workbook.lab.training import trainer_at
-from workbook.rooms.quality.cells import BLOCKS, Cell
+from workbook.rooms.quality.cells import BLOCKS, BYTES, Cell
 from workbook.rooms.quality.planted import KINDS, Planted
 from workbook.runs.files import read_json, write_json
 
@@ -40,7 +41,7 @@ AT_ONCE = 65536  # tokens that an evaluation reads at once, or a step's if they 
 
 @dataclass(frozen=True)
 class Amounts:
-    """Amounts of an evaluation, in bytes of held-out text and rows of a task."""
+    """Amounts of an evaluation, in ids of held-out text and rows of a task."""
 
     look: int = 1 << 19  # along the training
     held_out: int = 1 << 21  # at its end, at each length
@@ -103,7 +104,7 @@ def run_cell(
 
     Resumes from the folder, bit for bit on a CPU. At `until`, on the `clock`, it saves and raises
     OutOfTime; `evaluation` of the training's end is not interrupted. A loss that is not finite, or
-    worse at the end than guessing each byte, makes the outcome "diverged"; the row stays.
+    worse at the end than guessing each id, makes the outcome "diverged"; the row stays.
     """
     folder = folder / cell.name
     asked = amounts.tensors if _selects(cell.config()) else ()
@@ -113,8 +114,8 @@ def run_cell(
         return row | {"cell": cell.to_dict()}
     if compile:
         torch.compiler.reset()  # each cell's blocks are others; the compiler's files are kept
-    train = Planted(shards.text("train", cell.seed), cell.seed)
-    held_out = shards.text("held-out", HELD_OUT_SEED)
+    train = Planted(_text(cell, shards, "train", cell.seed), cell.seed)
+    held_out = _text(cell, shards, "held-out", HELD_OUT_SEED)
     config = cell.training(compile=compile, cuda_graph=cuda_graph)
     place, model = replace(SINGLE, device=device), cell.config()
     with (
@@ -138,7 +139,8 @@ def run_cell(
             if trainer.steps_done in looks:
                 bits = measure(held_out, cell.tokens, amounts.look).bits
                 seconds = kept.seconds / max(1, kept.timed) * trainer.steps_done
-                kept.curve.append([trainer.steps_done * cell.batch_tokens, seconds, bits])
+                read = round(trainer.steps_done * cell.batch_tokens * _bytes(held_out))
+                kept.curve.append([read, seconds, bits])
                 if _selects(trainer.model.config):
                     ids = held_out.batch(0, 1, cell.tokens, trainer.device)[0]
                     layers = selections(_eager(trainer.model), ids, cell.precision)
@@ -149,12 +151,26 @@ def run_cell(
             if clock() > until and trainer.steps_done < cell.steps:
                 _save(trainer, kept, folder)
                 raise OutOfTime(f"{cell.name} saved after step {trainer.steps_done}")
-        row = _facts(cell, trainer, kept, seen.record(), shards)
+        row = _facts(cell, trainer, kept, seen.record(), shards, _bytes(held_out))
         if row["outcome"] == "ok":
-            row |= _evaluated(cell, trainer.model, shards, amounts, folder, say)
+            row |= _evaluated(cell, trainer.model, held_out, amounts, folder, say)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "row.json", row)
     return row
+
+
+def _text(cell: Cell, shards: Shards, split: str, seed: int) -> Any:
+    """The split as the cell reads it. ValueError for shards that are tokenized otherwise."""
+    if cell.vocab == BYTES:
+        return shards.text(split, seed)
+    found = tokenized.tokens(shards, split, seed)
+    found.check(cell.vocab)
+    return found
+
+
+def _bytes(text: Any) -> float:
+    """Bytes of an id on average; 1 in bytes, in which planted facts are spelled."""
+    return getattr(text, "bytes_per_token", 1.0)
 
 
 def _selects(config: ModelConfig) -> bool:
@@ -202,15 +218,16 @@ def _eager(model: LanguageModel) -> LanguageModel:
 def _measure(
     model: LanguageModel, cell: Cell, data: Any, tokens: int, amount: int, precision: str
 ) -> ByPosition:
-    """Evaluate about `amount` bytes in rows of `tokens`."""
+    """Evaluate about `amount` ids in rows of `tokens`; losses are those of a byte."""
     rows = max(1, amount // tokens)
     batch = max(1, min(rows, max(AT_ONCE, cell.batch_tokens) // tokens))
     given = {"batch": batch, "tokens": tokens, "batches": max(1, rows // batch)}
-    return by_position(_eager(model), data, **given, precision=precision)
+    found = by_position(_eager(model), data, **given, precision=precision)
+    return replace(found, nats=found.nats / _bytes(data))
 
 
 def _facts(
-    cell: Cell, trainer: Trainer, kept: _Kept, seen: dict[str, Any], shards: Shards
+    cell: Cell, trainer: Trainer, kept: _Kept, seen: dict[str, Any], shards: Shards, size: float
 ) -> dict[str, Any]:
     steps, device = trainer.steps_done, trainer.device
     last = kept.losses[-max(1, cell.steps // 10) :]
@@ -224,6 +241,7 @@ def _facts(
         "parameters": parameter_count(trainer.model),
         "train_s": each and each * steps,
         "tokens_s": each and cell.batch_tokens / each,
+        **({} if size == 1 else {"bytes_per_token": size}),
         "losses": _thinned(kept.losses),
         "curve": kept.curve,
         "selected": kept.selected,
@@ -246,13 +264,12 @@ def _thinned(losses: list[float], most: int = 256) -> list[float]:
 def _evaluated(
     cell: Cell,
     model: LanguageModel,
-    shards: Shards,
+    held_out: Any,
     amounts: Amounts,
     folder: Path,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Bits a byte, by position at 1, 2 and 4 times the length; tasks; selections."""
-    held_out = shards.text("held-out", HELD_OUT_SEED)
     began, positions, tasks = time.perf_counter(), {}, {}
     measure = partial(_measure, model, cell, precision=cell.precision)
     lengths = [times * cell.tokens for times in TIMES if times <= amounts.longest]

@@ -3,7 +3,8 @@
 A line has LINE bytes and replaces as many of the text. `#= KEYS word;` states that KEYS has the
 value `word`, or, if the word is in capitals, that of another key. A question repeats the statement
 of its key or, after a chain, is `#? KEYS word;` with the value at the chain's start. Lines are
-bytes of text, so a model of bytes is trained on them and asked within its own language.
+bytes of text, so a model of bytes is trained on them and asked within its own language; in tokens
+they are spelled, an id a byte, so that tasks are equally long.
 """
 
 from dataclasses import dataclass
@@ -21,16 +22,16 @@ PAIRS = 8  # facts of "recall"
 HOPS = 2  # references of "tracking"
 KINDS = ("needle", "recall", "tracking")
 OWN_SEEDS = 2**32  # added to the seed, since the text's own generators have (seed, step)
-DENSITY = 2048  # bytes of a training row for each task in it
-LEAST = 2 * PAIRS * LINE * 2  # bytes of a row that holds any task
+DENSITY = 2048  # ids of a training row for each task in it
+LEAST = 2 * PAIRS * LINE * 2  # ids of a row that holds any task
 
 
 @dataclass(frozen=True)
 class Planted:
     """Text with tasks planted in each row; stateless in the step, as all data.
 
-    kind None: one task in each DENSITY bytes, of all KINDS, anywhere, for training; every byte is
-    a target. A kind: one task a row with its questions at the end, whose answers alone are scored.
+    kind None: one task in each DENSITY ids, of all KINDS, anywhere, for training; every id is a
+    target. A kind: one task a row with its questions at the end, whose answers alone are scored.
     """
 
     text: Data
@@ -64,7 +65,7 @@ class Planted:
         return rows[:, :-1].contiguous().to(device), targets[:, 1:].contiguous().to(device)
 
     def _plant(self, row: Tensor, number: int) -> Tensor:
-        """Write the lines into a row [T + 1]; return the places of the answers' bytes."""
+        """Write the lines into a row [T + 1]; return the places of the answers' ids."""
         random = generator(OWN_SEEDS + self.seed, number)
         slots = row.shape[0] // LINE
         count = max(1, row.shape[0] // DENSITY) if self.kind is None else 1
@@ -72,6 +73,7 @@ class Planted:
         tasks = [_lines(self.kind or KINDS[kind], random) for kind in kinds]
         free, answers = torch.randperm(slots, generator=random), []
         written = row.numpy()  # the same memory; a write costs a tenth of a tensor's
+        spelling = np.array(getattr(self.text, "spelling", range(256)))
         for facts, questions in tasks:
             lines = facts + questions
             mine, free = free[: len(lines)].sort().values, free[len(lines) :]
@@ -80,7 +82,7 @@ class Planted:
                 last = torch.arange(slots - len(questions), slots)
                 mine = torch.cat((mine.sort().values, last))
             for place, line in zip((mine * LINE).tolist(), lines, strict=True):
-                written[place : place + LINE] = np.frombuffer(line, np.uint8)
+                written[place : place + LINE] = spelling[np.frombuffer(line, np.uint8)]
             asked = mine[len(facts) :, None] * LINE + torch.arange(ANSWER.start, ANSWER.stop)
             answers.append(asked.flatten())
         return torch.cat(answers)

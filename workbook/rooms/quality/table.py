@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from workbook.rooms.quality.cells import BASE, DENSE, Cell
+from workbook.rooms.quality.cells import BASE, BYTES, DENSE, Cell
 from workbook.rooms.quality.planted import DENSITY, KINDS, PAIRS
 from workbook.runs.looks import length
 
@@ -151,7 +151,11 @@ def overview(rows: Rows) -> pandas.DataFrame:
             line["over dense, %"] = Interval(tuple(v / base for v in dense.values)).told("+.2f")
             for kind in KINDS:
                 line[kind] = over_seeds(rows, variant, tokens, accuracy(kind)).told(".2f")
-            speeds = [r["tokens_s"] for r in of(rows, variant, tokens).values() if r["tokens_s"]]
+            speeds = [
+                r["tokens_s"] * r.get("bytes_per_token", 1)
+                for r in of(rows, variant, tokens).values()
+                if r["tokens_s"]
+            ]
             line["kB/s"] = f"{mean(speeds) / 1e3:,.0f}" if speeds else ""
             lines.append(line)
     return pandas.DataFrame(lines).set_index(["T", "arm"])  # as committed tables
@@ -208,8 +212,9 @@ def facts(cells: Sequence[Cell], parameters: dict[str, int]) -> list[str]:
     first = cells[0]
     lines = [f"{variant}: {count:,} parameters" for variant, count in parameters.items()]
     lines.append(f"{len(cells)} cells of {first.steps} steps, {first.batch} rows of {first.tokens}")
-    lines.append(f"bytes a parameter: {first.bytes / parameters[BASE]:.2f}")
-    lines.append(f"planted: a task in {DENSITY} bytes of training text; recall asks {PAIRS} facts")
+    ids = "bytes" if first.vocab == BYTES else f"tokens (of {first.vocab} ids)"
+    lines.append(f"{ids} a parameter: {first.bytes / parameters[BASE]:.2f}")
+    lines.append(f"planted: a task in {DENSITY} {ids} of training text; recall asks {PAIRS} facts")
     return lines
 
 

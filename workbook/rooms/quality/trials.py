@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.model import shards
+from nsa.model import shards, tokens
 from nsa.spelling import choice
 from whyhung.process import gpus
 from workbook.lab import sweep
-from workbook.rooms.quality.cells import BASE, DENSE, Cell, cells_of
+from workbook.rooms.quality.cells import BASE, BYTES, DENSE, Cell, cells_of
 from workbook.rooms.quality.planted import KINDS
 from workbook.runs import measured, metrics
 from workbook.runs.measured import FILE, write
@@ -20,12 +20,12 @@ MAX_TEXT = 8 << 20  # bytes of a CPU's training text, which reads less of it
 __all__ = ["FILE", "cells", "check_parameters", "measure", "read", "to_metrics", "write"]
 
 Rows = Sequence[dict[str, Any]]
-SAME = ("model", "bytes", "batch_tokens", "lr", "precision")  # of cells that are compared
+SAME = ("model", "bytes", "batch_tokens", "lr", "precision", "vocab")  # of cells that are compared
 
 
 def cells(values: Mapping[str, Any]) -> list[Cell]:
     """The cells of the notebook's parameters. ValueError for any that cannot be trained."""
-    common = {name: values[name] for name in ("model", "batch_tokens", "lr")}
+    common = {name: values[name] for name in ("model", "batch_tokens", "lr", "vocab")}
     common |= {"bytes": values["train_bytes"], "precision": values["precision"]}
     return cells_of(values["variants"], values["seeds"], values["tokens"], **common)
 
@@ -50,11 +50,12 @@ def read(files: Sequence[str], cell: Cell) -> list[dict[str, Any]]:
     """Rows of the files that were trained as `cell` was: variant, seed and length may differ.
     ValueError, with how the others were trained, if there are none."""
     found, wanted = measured.read(files), {name: getattr(cell, name) for name in SAME}
-    others = [{name: row["cell"][name] for name in SAME} for row in found]
+    known = [vars(Cell.from_dict(row["cell"])) for row in found]
+    others = [{name: one[name] for name in SAME} for one in known]
     mine = [row for row, other in zip(found, others, strict=True) if other == wanted]
     if not mine:
-        known = "; or ".join(dict.fromkeys(_differences(other, wanted) for other in others))
-        raise ValueError(f"rows={list(files)} hold no cell of these parameters, but with {known}")
+        told = "; or ".join(dict.fromkeys(_differences(other, wanted) for other in others))
+        raise ValueError(f"rows={list(files)} hold no cell of these parameters, but with {told}")
     return mine
 
 
@@ -85,7 +86,9 @@ def measure(
     with tempfile.TemporaryDirectory() as made:
         if text is None:
             least = longest * max(cell.tokens for cell in chosen) + 1
-            shards.build(made, least, max_bytes=most)
+            built = shards.build(made, least, max_bytes=most)
+            if chosen[0].vocab != BYTES:
+                tokens.tokenize(built, chosen[0].vocab)
         common = {
             "text": str(text or made),
             "device": device,
@@ -134,7 +137,8 @@ def to_metrics(rows: Rows) -> list[dict[str, Any]]:
             continue
         found.append(same | metrics.values("bits", "bits a byte", row["bits"]))
         if row.get("tokens_s"):
-            found.append(same | metrics.values("speed", "bytes/s", row["tokens_s"]))
+            speed = row["tokens_s"] * row.get("bytes_per_token", 1)
+            found.append(same | metrics.values("speed", "bytes/s", speed))
         for kind in KINDS:
             for length, (accuracy, _) in row["tasks"][kind].items():
                 at = {"x_value": float(length)}

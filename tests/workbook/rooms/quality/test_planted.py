@@ -79,6 +79,23 @@ def test_the_text_is_kept_where_nothing_is_planted():
     assert int((ids == ord(".")).sum()) == 1024 - 2 * LINE
 
 
+class SpelledDots(Dots):
+    """Dots as a tokenizer with ids of its own writes them: byte b is id 1000 - b."""
+
+    spelling = tuple(1000 - byte for byte in range(256))
+
+    def batch(self, *sizes):
+        return tuple(1000 - ids for ids in super().batch(*sizes))
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_tokens_spell_the_same_lines_an_id_a_byte(kind):
+    read, targets = Planted(Dots(), 7, kind).batch(2, 2, 1024)
+    spelled, scored = Planted(SpelledDots(), 7, kind).batch(2, 2, 1024)
+    assert torch.equal(1000 - spelled, read)
+    assert torch.equal(torch.where(scored == IGNORED, IGNORED, 1000 - scored), targets)
+
+
 def test_short_rows_and_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match=rf"tokens=100 do not hold .*at least {LEAST}"):
         Planted(Dots(), 0).batch(0, 1, 100)

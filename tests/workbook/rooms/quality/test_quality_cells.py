@@ -51,9 +51,17 @@ def test_cells_come_by_length_then_seed_then_variant_and_have_names_of_their_own
     assert all(Cell.from_dict(c.to_dict()) == c for c in found)
 
 
+def test_a_vocabulary_of_tokens_is_the_models_and_one_of_bytes_is_as_rows_always_were():
+    one = cell(vocab=4096)
+    assert one.config().vocab == 4096 and one.name == f"{cell().name}-4096"
+    assert Cell.from_dict(one.to_dict()) == one != cell() == Cell.from_dict(cell().to_dict())
+    assert "vocab" not in cell().to_dict()
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
+        ({"vocab": 255}, "vocab=255 must be at least 256"),
         ({"variant": "densee"}, "variant='densee' is unknown; the nearest is 'dense'"),
         ({"model": "big"}, "model='big' is unknown"),
         ({"tokens": 100}, "tokens=100 must be at least 512"),

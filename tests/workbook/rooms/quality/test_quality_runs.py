@@ -1,6 +1,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -9,7 +10,8 @@ import torch
 from text_packages import small_shards
 
 from nsa.attention.branches import select_blocks
-from nsa.model import saving
+from nsa.model import saving, tokens
+from nsa.model.shards import opened
 from nsa.reference.compress import Phi, compress_keys
 from workbook.rooms.quality import __main__ as driver
 from workbook.rooms.quality import child
@@ -187,6 +189,28 @@ def test_the_command_writes_a_line_a_cell_and_takes_what_is_done(tmp_path, text,
     assert rows(other) == first
     assert command(other, text, "--seeds", "1", "--seconds", "0") == 0
     assert rows(other) == [] and "not begun" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_tokens_are_trained_on_and_told_in_bytes(tmp_path, text, capsys):
+    pytest.importorskip("tokenizers")
+    folder = tmp_path / "work" / "text-300-ids"
+    shutil.copytree(text.folder, folder)
+    options = ("--variants", "dense", "--seeds", "0", "--vocab", "300")
+    assert command(tmp_path, text, *options) == 0
+    (row,) = rows(tmp_path)
+    assert row["outcome"] == "ok" and row["cell"]["vocab"] == 300
+    made = tokens.tokens(opened(folder), "held-out")
+    assert row["bytes_per_token"] == made.bytes_per_token > 2
+    seen = row["cell"]["bytes"] * made.bytes_per_token
+    assert row["curve"][-1][0] == pytest.approx(seen, abs=1)
+    # The model has hardly learnt: a loss of at most log2(300) bits a token, told a byte.
+    assert 0 < row["bits"] < 1.1 * math.log2(300) / made.bytes_per_token
+    assert row["bits"] == pytest.approx(row["by_position"]["512"]["512"], rel=0.5)
+    assert row["data"]["tokenizer"]["vocab"] == 300
+    one = Cell.from_dict(row["cell"] | {"vocab": 301, "seed": 1})
+    with pytest.raises(ValueError, match=r"has 300 ids and the model vocab=301"):
+        run_cell(one, opened(folder), tmp_path, device="cpu", amounts=FEW)
 
 
 def test_a_cell_that_fails_is_a_row_and_the_others_run(tmp_path, text, monkeypatch):
