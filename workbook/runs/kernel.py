@@ -1,6 +1,7 @@
 """Kernel of a notebook on the interpreter of this process, with the package that runs it."""
 
 import sys
+from uuid import uuid4
 
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
@@ -29,7 +30,13 @@ class OwnInterpreter(KernelSpecManager):
 
 
 def kernel_manager(config=None) -> AsyncKernelManager:
-    """Kernel manager, not started, for this process's interpreter."""
+    """Kernel manager, not started, for this process's interpreter.
+
+    A free TCP port is found by one process and bound by another, so that kernels of several jobs
+    that start together on a host can take each other's. On Linux sockets have names of their own
+    instead, which need no file; see unix(7), "abstract".
+    """
+    own = {"transport": "ipc", "ip": f"@nsa-{uuid4()}"} if sys.platform == "linux" else {}
     return AsyncKernelManager(
-        kernel_name="python3", kernel_spec_manager=OwnInterpreter(), config=config
+        kernel_name="python3", kernel_spec_manager=OwnInterpreter(), config=config, **own
     )

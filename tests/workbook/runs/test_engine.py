@@ -293,3 +293,16 @@ def test_the_kernel_is_the_interpreter_that_runs_us_with_the_package_of_the_runn
     found, shadowed = map(text_of, code_cells(execute(tmp_path, cell, shadows)))
     assert found.split() == [sys.executable, nsa.__file__]
     assert shadowed == "[]\n", "the names of the workbook's files shadow modules"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no abstract sockets")
+def test_a_kernels_channels_have_names_of_its_own(tmp_path):
+    listening = """\
+from ipykernel.kernelapp import IPKernelApp
+app = IPKernelApp.instance()
+names = [line.split()[-1] for line in open('/proc/net/unix') if app.ip in line]
+print(app.ip, len(set(names)))"""
+    done = [execute(tmp_path / name, listening) for name in "ab"]
+    seen = [text_of(code_cells(one)[0]).split() for one in done]
+    assert [channels for _, channels in seen] == ["5", "5"]
+    assert seen[0][0] != seen[1][0]
