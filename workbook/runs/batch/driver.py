@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from whyhung.process.printed import last_lines
 from workbook.runs import report
 from workbook.runs.batch.job import ENDED, FAILED, FULL, OK, RUNNING, STOPPED, TO_RUN, Job
-from workbook.runs.batch.show import last_line, line
+from workbook.runs.batch.show import line
 from workbook.runs.batch.state import Batch
 from workbook.runs.files import locked
 from workbook.runs.signals import signals_handled
@@ -148,7 +149,7 @@ class Driver:
             job.reset()
             return
         if job.status not in ENDED and not job.message:  # only the output of its process is left
-            job.message = why or last_line(job.log) or "its process left nothing"
+            job.message = why or ["its process left nothing", *last_lines(job.log)][-1]
             cut = job.run or why or FULL in job.message
             job.status = STOPPED if cut else FAILED
         self._report(job)

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from whyhung.process.printed import last_lines
 from workbook.runs import record
 from workbook.runs.batch.job import FAILED, OK, RUNNING, STOPPED, TO_RUN, Job
 from workbook.runs.batch.state import Batch
@@ -120,17 +121,9 @@ def live(batch: Batch, quiet: bool = False) -> Iterator:
             bar.n = sum(job.status in (OK, FAILED, STOPPED) for job in batch.jobs)
             running = [job for job in batch.jobs if job.status == RUNNING]
             text = counted(batch)
-            if running:
-                log = Path(running[-1].says("started").get("run") or "", "stdout.log")
-                text += f"; {running[-1].name}: {last_line(log)}"
+            for job in running[-1:]:
+                log = Path(job.says("started").get("run") or "", "stdout.log")
+                text += f"; {job.name}: {''.join(last_lines(log)[-1:])}"
             bar.set_postfix_str(text)
 
         yield show, lambda text: tqdm.write(text, file=sys.stderr)
-
-
-def last_line(file: Path) -> str:
-    """Last line that a process has printed so far to its log, of its end alone; "" if none."""
-    with contextlib.suppress(OSError), file.open("rb") as opened:
-        opened.seek(max(0, file.stat().st_size - 4000))
-        return opened.read().decode(errors="replace").strip().rpartition("\n")[2]
-    return ""
