@@ -21,10 +21,10 @@ LINES = {
     "nsa/recipes": (328, 330),
     "nsa": (20545, 15500),
     "workbook/lab": (13518, 6500),
-    "workbook/runs": (7152, 4700),
+    "workbook/runs": (7035, 4700),
     "workbook/rooms": (20183, 9500),
     "workbook/cli": (1912, 1150),
-    "workbook": (42890, 25000),
+    "workbook": (42773, 25000),
     "whyhung": (11972, 8500),
     "tests": (64256, 34000),
 }

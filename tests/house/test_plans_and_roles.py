@@ -25,7 +25,7 @@ KEPT = pytest.mark.skipif(
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", ["batch_phases", "batch_phases_h200"])
 def test_a_shipped_plan_of_phases_goes_from_preflight_to_the_verdict(plan):
-    entries = read_plan(NOTEBOOKS / f"params/{plan}.yaml", NOTEBOOKS).entries
+    entries = read_plan(NOTEBOOKS / f"params/{plan}.yaml", NOTEBOOKS).jobs
     assert entries[0].name == "0 preflight" and entries[-1].name == "7 verdict"
     assert {entry.name[0] for entry in entries} == set("01234567")
     asked = {entry.planned.notebook.stem for entry in entries}
@@ -43,7 +43,7 @@ def test_the_other_shipped_plans_can_be_run_and_hold_what_their_names_say():
         if "phases" not in path.stem
     }
     asked = {
-        name: [entry.planned.notebook.stem[:2] for entry in plan.entries]
+        name: [entry.planned.notebook.stem[:2] for entry in plan.jobs]
         for name, plan in plans.items()
     }
     assert asked.keys() == {"all_h200", "card", "card_h200", "memory_h200", "backends_h200"}
@@ -51,13 +51,13 @@ def test_the_other_shipped_plans_can_be_run_and_hold_what_their_names_say():
     assert sorted(asked["all_h200"]) == sorted(numbered)
     assert sorted(asked["card"]) == sorted(asked["card_h200"]) == ["01", "02", "03", "04"]
     assert {*asked["memory_h200"]} == {"01"} and {*asked["backends_h200"]} == {"02"}
-    assert sum(entry.timeout_s for entry in plans["card_h200"].entries) <= 16 * 60
+    assert sum(entry.timeout_s for entry in plans["card_h200"].jobs) <= 16 * 60
     for name, plan in plans.items():
-        on_gpu = {entry.planned.full.get("device", "auto") for entry in plan.entries} - {
-            "auto"
-        } == {"cuda"}
+        on_gpu = {entry.planned.full.get("device", "auto") for entry in plan.jobs} - {"auto"} == {
+            "cuda"
+        }
         assert on_gpu == name.endswith("_h200")
-        assert {entry.gpus for entry in plan.entries} == ({1} if on_gpu else {None})
+        assert {entry.gpus for entry in plan.jobs} == ({1} if on_gpu else {None})
 
 
 @pytest.mark.processes
@@ -65,7 +65,7 @@ def test_the_plan_in_the_documentation_is_one(tmp_path):
     written = re.search(r"```yaml\n(.*?)```", (ROOT / "docs/batches.md").read_text(), re.S)[1]
     (tmp_path / "00_smoke.yaml").write_text("dtypes: [fp32]")
     (tmp_path / "plan.yaml").write_text(written)
-    entries = read_plan(tmp_path / "plan.yaml", NOTEBOOKS).entries
+    entries = read_plan(tmp_path / "plan.yaml", NOTEBOOKS).jobs
     assert len(entries) == 13 and entries[-1].name == "memory dtype=bf16 tokens=512 #3"
     assert entries[-1].after == ("correctness",) and entries[-1].timeout_s == 1200
 

@@ -3,8 +3,9 @@
 from sample_notebooks import RUN, write_notebook
 
 from workbook.runs import opening, record
+from workbook.runs.batch.job import ENDED
 from workbook.runs.batch.plan import read_plan
-from workbook.runs.batch.state import ENDED, Batch
+from workbook.runs.batch.state import Batch
 from workbook.runs.files import read_json, write_json
 
 PLAN = """\
@@ -51,6 +52,8 @@ class MadeUp:
     time, else "ok"; "dies" is a child that is gone, "stays" one that has to be cancelled.
     """
 
+    every_s = 0.0
+
     def __init__(self, at_a_time=1, ends=None):
         self.at_a_time, self.ends, self.ran, self.most = at_a_time, ends or {}, [], 0
         self.left, self.message = {}, ""
@@ -64,19 +67,17 @@ class MadeUp:
             self.ran.append(job.name)
             reason = self.ends.get(job.name, "ok")
             reason = reason.pop(0) if isinstance(reason, list) else reason
-            content = read_json(job.file)
+            content = read_json(job.folder / "job.json")
             assert job.look() not in ENDED, "a child would leave it as it is"
-            run = opening.create_folder(content["root"], content["name"])
+            run = opening.create_folder(content["options"]["root"], content["name"])
             status = record.STATUS_OF.get(reason, "running")
             kept = {"run_id": run.name, "status": status, "stop_reason": None, "seconds": 2.0}
             if status != "running":
                 kept |= {"stop_reason": reason}
             if status == "failed" and self.message:
                 kept["message"] = self.message
-            elif status in ("ok", "failed"):
-                write_json(job.folder / "ended.json", {"run": str(run), "status": status})
             write_json(run / "record.json", kept | {"started": "2026"})
-            write_json(job.folder / "started.json", {"run": str(run)})
+            write_json(job.folder / "started.json", {"run": str(run), "status": status})
             self.left[job] = reason
         self.most = max(self.most, len(running) + len(started))
         return started

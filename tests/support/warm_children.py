@@ -48,7 +48,7 @@ LOADED = (
 # ipykernel.kernelapp is not among them: it reads the number of its parent as it is loaded.
 # Modules whose process starts others: it gets a server of its own, forked before it has threads.
 STARTERS = ("nsa", "workbook", "whyhung", "whyhung.process.ranks", "whyhung.process.family",
-            "workbook.runs.batch.child", "ipykernel_launcher")  # fmt: skip
+            "workbook.runs.batch.job", "ipykernel_launcher")  # fmt: skip
 STARTING_ENTRY = "whyhung.process.ranks:launch"
 # As ranks it and their torchrun are executed. Forked ones hung where DDP's reducer is freed with
 # the GIL held: it joins gloo's thread, which wants the GIL to let go of its last tensor.

@@ -48,7 +48,7 @@ class Printed:
                 for name in ("out", "err")
                 for file in sorted(self.folder.glob(f"logs/*/*/{rank}/std{name}.log"))[-1:]
             ]
-        found = [[before + line for line in _lines(file)] for before, file in streams]
+        found = [[before + line for line in last_lines(file)] for before, file in streams]
         # A stream may use the share that others leave.
         while sum(map(len, found)) > LINES:
             del max(found, key=len)[0]
@@ -74,8 +74,8 @@ def _end_of(file: Path, size: int) -> bytes:
         return stream.read(size)
 
 
-def _lines(file: Path) -> list[str]:
-    """Return the last lines; of a progress bar that overwrites itself, the visible part."""
+def last_lines(file: Path) -> list[str]:
+    """Return the last LINES lines; of a progress bar that overwrites itself, the visible part."""
     content = b""
     for one in (_beside(file), file):
         with contextlib.suppress(OSError):

@@ -48,12 +48,13 @@ def batch(arguments) -> int:
     for note in found.notes:
         print(f"nsa: {note}", file=sys.stderr)
     if arguments.status:
+        driver = found.driver()
         if arguments.json:
-            told = {"plan": str(plan.path), "driven": found.driven(), "jobs": show.table(found)}
+            told = {"plan": str(plan.path), "driven": bool(driver), "jobs": show.table(found)}
             print(json.dumps(told, indent=2))
         else:
             print(text(show.table(found)))
-            print(show.counted(found) + (f"; {found.driver()}" if found.driven() else ""))
+            print(show.counted(found) + (f"; {driver}" if driver else ""))
             print("".join(f"{line}\n" for line in show.failures(found)), end="")
         return GOOD
     place = _place(arguments, plan)
@@ -114,8 +115,7 @@ def _place(arguments, plan):
 
 def _ask(found, expected: str, arguments) -> None:
     """Ask before many runs. ValueError if declined, or if there is no terminal to ask on."""
-    count = found.count()
-    left = count["to run"] + count["stopped"]
+    left = sum(job.status in ("to run", "stopped") for job in found.jobs)
     if left <= ASK or arguments.yes:
         return
     if not sys.stdin.isatty():

@@ -1,6 +1,8 @@
 """Writing files atomically: a reader sees the old one or the new one, never a part."""
 
 import base64
+import contextlib
+import fcntl
 import io
 import json
 import math
@@ -8,6 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,36 @@ def read_json(path: str | Path, default: Any = None) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return default
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """Content of a JSON file, or {} if there is no such file or it holds no object."""
+    found = read_json(path)
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[int | None]:
+    """Lock a file, and yield its descriptor; None if another process has the lock. The lock is
+    released when this process and those that inherit the descriptor have closed it or ended."""
+    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mine = handle
+    except BlockingIOError:
+        mine = None
+    try:
+        yield mine
+    finally:
+        os.close(handle)
+
+
+def is_locked(file: Path) -> bool:
+    """True if a process, on this machine or another one that shares its files' locks, has it."""
+    if not file.exists():
+        return False
+    with locked(file) as free:
+        return free is None
 
 
 def plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from whyhung.process import procfs
 from workbook.runs.environment import utc_now
-from workbook.runs.files import read_json, write_json
+from workbook.runs.files import read_object, write_json
 
 SCHEMA = 1
 STATUS_OF = {  # before its end a run is "running", or "lost" if its runner is gone
@@ -140,5 +140,4 @@ def machine() -> str:
 
 def load(folder: Path) -> dict:
     """Read the record; empty if there is none, or it is not readable."""
-    found = read_json(Path(folder) / "record.json", {})
-    return found if isinstance(found, dict) else {}
+    return read_object(Path(folder) / "record.json")

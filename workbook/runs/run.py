@@ -105,8 +105,7 @@ def run_notebook(
     notebook, name = planned.notebook, planned.name
     if evidence:
         environment.check_evidence(notebook)
-    finished = [f for f in runs_of(root, name, evidence) if load(f).get("status") == "ok"]
-    if not again and finished:
+    if not again and (finished := finished_runs(root, name, evidence)):
         earlier = finished[-1]
         say(f"this run exists: {earlier} (run it again with --again)")
         return _result(earlier, cached=True)
@@ -145,13 +144,18 @@ def run_notebook(
     return _result(folder)
 
 
-def runs_of(root: str | Path, name: str, evidence: bool = False) -> list[Path]:
-    """Runs of this id, oldest first, also those named `<name>-2` and so on; with `evidence` only
-    those made as evidence."""
+def finished_runs(root: str | Path, name: str, evidence: bool = False) -> list[Path]:
+    """Runs of this id that reached their end, oldest first, also those named `<name>-2` and so on;
+    with `evidence` only those made as evidence."""
     patterns = (f"*/{name}/record.json", f"*/{name}-*/record.json")
     found = [path.parent for pattern in patterns for path in Path(root).glob(pattern)]
-    found = [folder for folder in found if load(folder).get("evidence") or not evidence]
+    found = [folder for folder in found if is_finished(load(folder), evidence)]
     return sorted(found, key=lambda folder: str(load(folder).get("started")))
+
+
+def is_finished(record: dict, evidence: bool = False) -> bool:
+    """True for the record of a run that reached its end, and is evidence if that is required."""
+    return record.get("status") == "ok" and bool(record.get("evidence") or not evidence)
 
 
 def _result(folder: Path, cached: bool = False) -> RunResult:

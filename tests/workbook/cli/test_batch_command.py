@@ -9,7 +9,7 @@ from batches import NAMES, PLAN, MadeUp, opened, write_plan
 from workbook.cli import batch as command
 from workbook.cli import main as cli
 from workbook.runs import opening
-from workbook.runs.batch import driver, show
+from workbook.runs.batch import show
 from workbook.runs.files import write_json
 
 pytestmark = pytest.mark.processes  # git, which is asked for the commit
@@ -20,7 +20,6 @@ def place(tmp_path, monkeypatch):
     """A folder with a plan, and the place where the command's runs are made up."""
     write_plan(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(driver, "POLL_S", 0.0)
     made_up = MadeUp()
     monkeypatch.setattr(command, "_place", lambda arguments, plan: made_up)
     return made_up
@@ -48,7 +47,7 @@ def stored(name, full, seconds, **facts):
 
 
 def test_the_estimate_is_the_median_of_stored_runs_of_the_notebook_on_such_a_device(place):
-    first = opened().jobs[0].entry.planned
+    first = opened().jobs[0].planned
     stored("01_tiny-a", first.full, 100.0)
     stored("01_tiny-b", {"layers": 9}, 40.0)
     stored("01_tiny-c", first.full, 9000.0, gpus=[{"name": "another"}])

@@ -5,55 +5,42 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from whyhung.process.printed import last_lines
 from workbook.runs import report
+from workbook.runs.batch.job import ENDED, FAILED, FULL, OK, RUNNING, STOPPED, TO_RUN, Job
 from workbook.runs.batch.show import line
-from workbook.runs.batch.state import (
-    ENDED,
-    FAILED,
-    FULL,
-    OK,
-    RUNNING,
-    STOPPED,
-    TO_RUN,
-    Batch,
-    Job,
-    locked,
-)
-from workbook.runs.files import write_json
+from workbook.runs.batch.state import Batch
+from workbook.runs.files import locked
 from workbook.runs.signals import signals_handled
 
 FREE = 64 * 2**20  # bytes that a disk must have left for one more run
-POLL_S = 0.2
 CANCEL_S = 60.0  # maximum time for a driver to end after a request
 
 
+@dataclass
 class Driver:
     """Runs a batch until its end, a request to stop, the end of its budget or of the disk.
 
     A failed job is run again only with `retry`. `show(batch)` is called at each poll, `say` with
     lines worth keeping. The methods of a place, `Local` or `Slurm`, do not wait for jobs; `running`
-    may hold jobs that an earlier driver started there. `poll` returns those without a running or
-    waiting child, with the reason, or "" if their own files have it all; `cancel` sends their
-    children a SIGTERM and leaves them 20 s to close their records.
+    may hold jobs that an earlier driver started there. `start` yields the jobs that it starts;
+    `poll`, called every `every_s` seconds, returns those without a running or waiting child, with
+    the reason, or "" if their own files have it all; `cancel` sends their children a SIGTERM and
+    leaves them 20 s to close their records.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        place: Any,
-        *,
-        retry: bool = False,
-        budget_s: float | None = None,
-        show: Callable[[Batch], None] = lambda batch: None,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.batch, self.place, self.retry = batch, place, retry
-        self.ends = time.monotonic() + (math.inf if budget_s is None else budget_s)
-        self.show, self.say = show, say
-        self.why = ""  # why it starts no more jobs
-        self._asked, self._cut = 0, False
+    batch: Batch
+    place: Any
+    retry: bool = False
+    budget_s: float | None = None
+    show: Callable[[Batch], None] = lambda batch: None
+    say: Callable[[str], None] = lambda text: None
+    why: str = ""  # why it starts no more jobs
+    _asked: int = 0
+    _cut: bool = False
 
     def run(self) -> list[Job]:
         """Run the batch and return its jobs. ValueError if another driver has the plan, if its
@@ -72,7 +59,6 @@ class Driver:
             batch.check()
             (batch.folder / "cancel").unlink(missing_ok=True)
             self._try("manifest", batch.write)
-            self._prepare()
             with signals_handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._ask)):
                 self._loop()
             for job in batch.jobs:  # also jobs that ended while no driver ran
@@ -91,26 +77,10 @@ class Driver:
             with locked(self.batch.lock) as mine:
                 if mine:
                     if file.exists():  # there was no driver to end them
-                        self._prepare()
                         self._loop()
                     return
-            time.sleep(POLL_S)
+            time.sleep(self.place.every_s)
         raise ValueError(f"{self.batch.driver()}, which has not ended; it will find {file}")
-
-    def _prepare(self) -> None:
-        """Take over the jobs of an earlier driver, and reset those to be run again."""
-        for left in self.batch.folder.glob(".manifest.json-*"):  # left by a driver that was killed
-            left.unlink(missing_ok=True)
-        again = (STOPPED, TO_RUN, FAILED) if self.retry else (STOPPED, TO_RUN)
-        for job in self.batch.jobs:
-            if job.status in again:
-                job.close("")
-                job.reset()
-        for job, why in self.place.poll(self._running()).items():
-            job.close(why)
-            job.status, job.cached = job.look(), True
-            if job.status not in ENDED:
-                job.reset()
 
     def _ask(self, _number, _frame) -> None:
         self._asked += 1
@@ -119,29 +89,37 @@ class Driver:
             raise KeyboardInterrupt
 
     def _loop(self) -> None:
+        for left in self.batch.folder.glob(".manifest.json-*"):  # left by a driver that was killed
+            left.unlink(missing_ok=True)
+        again = (STOPPED, TO_RUN, FAILED) if self.retry else (STOPPED, TO_RUN)
+        for job in self.batch.jobs:
+            if job.status in again:
+                job.close("")
+                job.reset()
+        ends = time.monotonic() + (math.inf if self.budget_s is None else self.budget_s)
         while True:
             for job, why in self.place.poll(self._running()).items():
                 self._settle(job, why)
-            self._reasons_to_stop()
+            self._reasons_to_stop(ends)
             if not self.why:
                 self._start()
             self.show(self.batch)
             if not self._running() and (self.why or not self._ready()):
                 break
-            time.sleep(POLL_S)
+            time.sleep(self.place.every_s)
         for job in self.batch.jobs:
             if job.status == TO_RUN:
                 job.status = f"not run: {self.why or self._waits_for(job)}"
         (self.batch.folder / "cancel").unlink(missing_ok=True)
         self.show(self.batch)
 
-    def _reasons_to_stop(self) -> None:
+    def _reasons_to_stop(self, ends: float) -> None:
         free = shutil.disk_usage(self.batch.root).free
         if self._asked:
             self._stop("stopped", cut=True)
         elif (self.batch.folder / "cancel").exists():
             self._stop("cancelled", cut=True)
-        elif time.monotonic() > self.ends:
+        elif time.monotonic() > ends:
             self._stop("the budget is spent", cut=True)
         elif free < FREE:
             self._stop(f"{free / 2**20:.0f} MiB are left on the disk of {self.batch.root}")
@@ -171,8 +149,7 @@ class Driver:
             job.reset()
             return
         if job.status not in ENDED and not job.message:  # only the output of its process is left
-            log = job.log.read_text(errors="replace") if job.log.exists() else ""
-            job.message = why or (log.strip().splitlines() or ["its process left nothing"])[-1]
+            job.message = why or ["its process left nothing", *last_lines(job.log)][-1]
             cut = job.run or why or FULL in job.message
             job.status = STOPPED if cut else FAILED
         self._report(job)
@@ -195,12 +172,12 @@ class Driver:
 
     def _ready(self) -> list[Job]:
         """Jobs to run whose dependencies have all run."""
-        left = {job.entry.group for job in self.batch.jobs if job.status != OK}
+        left = {job.group for job in self.batch.jobs if job.status != OK}
         ready = (job for job in self.batch.jobs if job.status == TO_RUN)
-        return [job for job in ready if left.isdisjoint(job.entry.after)]
+        return [job for job in ready if left.isdisjoint(job.after)]
 
     def _waits_for(self, job: Job) -> str:
-        before = (other for other in self.batch.jobs if other.entry.group in job.entry.after)
+        before = (other for other in self.batch.jobs if other.group in job.after)
         other = next(other for other in before if other.status != OK)
         return f"after {other.name}, which is {other.status.partition(':')[0]}"
 
@@ -209,28 +186,8 @@ class Driver:
         ready = self._ready()[: max(self.place.at_a_time - len(running), 0)]
         try:
             for job in ready:
-                self._write_job(job)
-            started = self.place.start(ready, running) if ready else []
+                job.write(root=str(self.batch.root), evidence=self.batch.evidence)
+            for job in self.place.start(ready, running) if ready else ():
+                job.status = RUNNING
         except OSError as error:
             self._stop(f"nothing can be started: {error.strerror}")
-            return
-        for job in started:
-            job.status = RUNNING
-
-    def _write_job(self, job: Job) -> None:
-        if job.file.exists():
-            return
-        planned = job.entry.planned
-        job.folder.mkdir(parents=True, exist_ok=True)
-        content = {
-            "name": planned.name,
-            "source": planned.source,
-            "notebook": str(planned.notebook.absolute()),
-            "parameters": planned.given,
-            "root": str(self.batch.root),
-            "timeout_s": job.timeout_s,
-            "again": job.entry.repeats > 1,  # a repeat is no cache hit of another one
-            "checked": job.entry.checked,
-            "evidence": self.batch.evidence,
-        }
-        write_json(job.file, content)

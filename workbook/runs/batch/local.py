@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from whyhung.process import family
 from whyhung.process.gpus import all_visible, only
 from workbook.runs import record
-from workbook.runs.batch.state import Job, start_child
+from workbook.runs.batch.job import Job
 from workbook.runs.files import write_json
 
 GRACE_S = 20.0  # between the request to end and SIGKILL
@@ -21,6 +21,8 @@ class Local:
 
     A child survives a driver that is killed; the next driver finds it by the lock of its job.
     """
+
+    every_s = 0.2
 
     def __init__(self, at_once: int | None = None) -> None:
         self.gpus = all_visible().names
@@ -41,30 +43,20 @@ class Local:
         lent = {gpu for job in running for gpu in job.says("queued").get("gpus", ())}
         return [gpu for gpu in self.gpus if gpu not in lent]
 
-    def start(self, ready: Sequence[Job], running: Sequence[Job]) -> list[Job]:
-        started, free = [], self.free(running)
+    def start(self, ready: Sequence[Job], running: Sequence[Job]) -> Iterator[Job]:
+        free = self.free(running)
         for job in ready:
             wants = job.gpus if job.gpus is not None else min(len(self.gpus), 1)
             if wants > len(free):
                 break
-            try:
-                if not job.busy:  # else a child of an earlier driver has it, and its GPUs
-                    self._start(job, free[:wants])
-                    free = free[wants:]
-            except OSError:  # a full disk, which the next start will tell
-                if started:
-                    break
-                raise
-            started.append(job)
-        return started
-
-    def _start(self, job: Job, gpus: list[str]) -> None:
-        cookie = family.new_cookie()
-        # A job without assigned GPUs sees none, since another job may have them.
-        visible = only(",".join(gpus)) if self.gpus else {}
-        write_json(job.folder / "queued.json", {"cookie": cookie, "gpus": gpus})
-        variables = family.environment(os.environ, cookie) | visible
-        self._children[job] = start_child(job.folder, variables)
+            if not job.busy:  # else a child of an earlier driver has it, and its GPUs
+                lent, free, cookie = free[:wants], free[wants:], family.new_cookie()
+                # A job without assigned GPUs sees none, since another job may have them.
+                visible = only(",".join(lent)) if self.gpus else {}
+                write_json(job.folder / "queued.json", {"cookie": cookie, "gpus": lent})
+                variables = family.environment(os.environ, cookie) | visible
+                self._children[job] = job.start_child(variables)
+            yield job
 
     def poll(self, running: Sequence[Job]) -> dict[Job, str]:
         gone = {}

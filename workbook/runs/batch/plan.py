@@ -16,36 +16,11 @@ from typing import Any
 from nsa.spelling import nearest
 from whyhung.cli import seconds
 from workbook.runs import environment, identity, parameters
-from workbook.runs.opening import Planned
+from workbook.runs.batch.job import Job
 from workbook.runs.run import Notebook
 
 SCHEMA = Path(__file__).with_name("plan.schema.json")
 MOST = 100_000  # most jobs of a plan
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One job of a plan, before anything is written: a notebook with its parameters.
-
-    `planned` has the name of its run on this machine.
-    """
-
-    name: str  # from the list's entry, the grid's values and the repeat
-    group: str  # the name of the list's entry
-    planned: Planned
-    repeat: int = 1
-    repeats: int = 1
-    after: tuple[str, ...] = ()  # groups
-    timeout_s: float | None = None
-    gpus: int | None = None
-    checked: bool = True  # its values were checked together; else its child does it
-
-    @property
-    def key(self) -> str:
-        """8 hex digits that distinguish it from others, also those with the same name."""
-        spec = [self.planned.notebook.stem, self.planned.full, self.repeat]
-        text = json.dumps(spec, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -54,7 +29,7 @@ class Plan:
 
     name: str
     path: Path
-    entries: list[Entry]
+    jobs: list[Job]
     slurm: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,48 +48,46 @@ def read_plan(
     if slurm:
         content["slurm"] = (content.get("slurm") or {}) | slurm
     _check(path, content)
-    jobs = content["jobs"]
-    if (count := sum(map(size, jobs))) > MOST:
+    count = sum(
+        math.prod(map(len, one.get("grid", {}).values())) * one.get("repeats", 1)
+        for one in content["jobs"]
+    )
+    if count > MOST:
         raise ValueError(f"{path} has {count:,} jobs, {MOST:,} are the most; make grids smaller")
     known, facts = cache(Notebook), environment.snapshot()
-    entries: dict[tuple[str, int], Entry] = {}
-    names: set[str] = set()
-    for number, job in enumerate(jobs, 1):
-        where = f"{path}, job {number} ({job['name']})"
-        if job["name"] in names:
+    jobs: dict[tuple[str, int], Job] = {}
+    waits: dict[str, list[str]] = {}
+    for number, one in enumerate(content["jobs"], 1):
+        where = f"{path}, job {number} ({one['name']})"
+        if one["name"] in waits:
             raise ValueError(f"{where}: this name comes twice; give each job its own")
-        names.add(job["name"])
-        whole = {key: content[key] for key in ("timeout", "gpus") if key in content} | job
+        waits[one["name"]] = _several(one.get("after"))
+        whole = {key: content[key] for key in ("timeout", "gpus") if key in content} | one
         try:
-            notebook = identity.find_notebook(job["notebook"], notebooks)
+            notebook = identity.find_notebook(one["notebook"], notebooks)
             found = list(_expanded(whole, path.parent, known(notebook), facts))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        for entry in found:
-            same = entries.setdefault((entry.planned.name, entry.repeat), entry)
-            if same is not entry:
+        for job in found:
+            same = jobs.setdefault((job.planned.name, job.repeat), job)
+            if same is not job:
                 raise ValueError(
-                    f"{path}: {entry.name} and {same.name} are the same run; leave one of them "
+                    f"{path}: {job.name} and {same.name} are the same run; leave one of them "
                     "out, or write `repeats: 2` where it is wanted twice"
                 )
-    _check_order(path, jobs)
-    return Plan(path.stem, path, list(entries.values()), content.get("slurm") or {})
+    _check_order(path, waits)
+    return Plan(path.stem, path, list(jobs.values()), content.get("slurm") or {})
 
 
-def size(job: dict[str, Any]) -> int:
-    """Number of runs from an entry of the list."""
-    return math.prod(map(len, job.get("grid", {}).values())) * job.get("repeats", 1)
-
-
-def _expanded(job: dict[str, Any], folder: Path, notebook: Notebook, facts: dict):
-    """Entries of a job: each combination of its grid, each repeat."""
+def _expanded(one: dict[str, Any], folder: Path, notebook: Notebook, facts: dict):
+    """Jobs of an entry of the list: each combination of its grid, each repeat."""
     given: dict[str, Any] = {}
-    for file in _several(job.get("file")):
+    for file in _several(one.get("file")):
         given |= parameters.read_file(folder / file)
-    own, grid, repeats = job.get("parameters") or {}, job.get("grid") or {}, job.get("repeats", 1)
+    own, grid, repeats = one.get("parameters") or {}, one.get("grid") or {}, one.get("repeats", 1)
     if both := sorted({*grid} & {*own}):
         raise ValueError(f"{both[0]!r} is in parameters and in grid; leave one of them out")
-    gpus, here = job.get("gpus"), facts["gpus"]
+    gpus, here = one.get("gpus"), facts["gpus"]
     if gpus != 0:  # a job sees as many as it is assigned
         facts = facts | {"gpus": here[: gpus or 1]}
 
@@ -125,16 +98,16 @@ def _expanded(job: dict[str, Any], folder: Path, notebook: Notebook, facts: dict
     for values in itertools.product(*grid.values()):
         cell = dict(zip(grid, values, strict=True))
         planned = notebook.planned(given | own | cell, facts, checked_here)
-        name = " ".join([job["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
+        name = " ".join([one["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
         for repeat in range(1, repeats + 1):
-            yield Entry(
+            yield Job(
                 f"{name} #{repeat}" if repeats > 1 else name,
-                job["name"],
-                planned,
-                repeat,
-                repeats,
-                tuple(_several(job.get("after"))),
-                timeout_s=seconds(job["timeout"]) if "timeout" in job else None,
+                group=one["name"],
+                planned=planned,
+                repeat=repeat,
+                repeats=repeats,
+                after=tuple(_several(one.get("after"))),
+                timeout_s=seconds(one["timeout"]) if "timeout" in one else None,
                 gpus=gpus,
                 checked=checked_here(planned.full),
             )
@@ -179,8 +152,7 @@ def _check(path: Path, content: dict[str, Any]) -> None:
     raise ValueError(f"{where}: {what} is {error.instance!r}; it wants {wants}")
 
 
-def _check_order(path: Path, jobs: list[dict]) -> None:
-    waits = {job["name"]: _several(job.get("after")) for job in jobs}
+def _check_order(path: Path, waits: dict[str, list[str]]) -> None:
     for name, others in waits.items():
         if unknown := [other for other in others if other not in waits]:
             near = nearest(unknown[0], waits, 0)

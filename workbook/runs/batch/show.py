@@ -4,12 +4,14 @@ import contextlib
 import os
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from whyhung.process.printed import last_lines
 from workbook.runs import record
-from workbook.runs.batch.state import FAILED, OK, RUNNING, STOPPED, TO_RUN, Batch, Job
+from workbook.runs.batch.job import FAILED, OK, RUNNING, STOPPED, TO_RUN, Job
+from workbook.runs.batch.state import Batch
 from workbook.runs.files import read_json
 from workbook.runs.report import lasted
 from workbook.runs.store import Store
@@ -38,7 +40,7 @@ def table(batch: Batch) -> list[dict[str, str]]:
             "status": f"{job.status} (was there)" if job.cached else job.status,
             "verdict": job.verdict,
             "seconds": "" if job.seconds is None else f"{job.seconds:.1f}",
-            "run": os.path.relpath(run, batch.root) if run else job.entry.planned.notebook.stem,
+            "run": os.path.relpath(run, batch.root) if run else job.planned.notebook.stem,
         }
         rows.append(row)
     return rows
@@ -46,7 +48,8 @@ def table(batch: Batch) -> list[dict[str, str]]:
 
 def counted(batch: Batch) -> str:
     """Counts by status: `3 ok, 1 failed, 36 to run`."""
-    count = batch.count()
+    statuses = (job.status for job in batch.jobs)
+    count = Counter("not run" if one.startswith("not") else one for one in statuses)
     return ", ".join(f"{count[status]:,} {status}" for status in ORDER if count[status])
 
 
@@ -79,15 +82,14 @@ def _cell(run: Path | None) -> str:
 def estimate(batch: Batch, at_once: int) -> str:
     """Number of jobs left and their duration, estimated from the median run of each notebook below
     the batch's root on the same devices."""
-    left = [job.entry.planned for job in batch.jobs if job.status in (TO_RUN, STOPPED)]
+    left = [job.planned for job in batch.jobs if job.status in (TO_RUN, STOPPED)]
     if not left:
         return "nothing is to be run"
-    wanted, seconds = {planned.notebook.stem for planned in left}, defaultdict(list)
+    seconds = defaultdict(list)
     for folder in Store(batch.root).folders():
-        content = record.load(folder)
-        if content.get("notebook") in wanted and content.get("status") == OK:
-            facts = read_json(folder / "environment.json", {})
-            seconds[content["notebook"], _gpus(facts)].append(content.get("seconds") or 0.0)
+        content, facts = record.load(folder), read_json(folder / "environment.json", {})
+        if content.get("status") == OK:
+            seconds[content.get("notebook"), _gpus(facts)].append(content.get("seconds") or 0.0)
     usual = {kind: statistics.median(times) for kind, times in seconds.items()}
     kinds = [(planned.notebook.stem, _gpus(planned.environment)) for planned in left]
     known = [usual[kind] for kind in kinds if kind in usual]
@@ -118,15 +120,10 @@ def live(batch: Batch, quiet: bool = False) -> Iterator:
         def show(batch: Batch) -> None:
             bar.n = sum(job.status in (OK, FAILED, STOPPED) for job in batch.jobs)
             running = [job for job in batch.jobs if job.status == RUNNING]
-            bar.set_postfix_str(counted(batch) + (_printed(running[-1]) if running else ""))
+            text = counted(batch)
+            for job in running[-1:]:
+                log = Path(job.says("started").get("run") or "", "stdout.log")
+                text += f"; {job.name}: {''.join(last_lines(log)[-1:])}"
+            bar.set_postfix_str(text)
 
         yield show, lambda text: tqdm.write(text, file=sys.stderr)
-
-
-def _printed(job: Job) -> str:
-    """`; memory tokens=128: what it printed last`."""
-    text, log = "", Path(job.says("started").get("run") or "", "stdout.log")
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 400))
-        text = file.read().decode(errors="replace").strip()
-    return f"; {job.name}: {text.rpartition(chr(10))[2]}"

@@ -13,16 +13,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from whyhung.cli import seconds
 from workbook.runs import record
-from workbook.runs.batch.state import ENDED, Job, start_child
+from workbook.runs.batch.job import ENDED, Job
 from workbook.runs.files import write_json
 
 SIGNAL_S = 60  # how long before its end Slurm signals a job; it may do so up to a minute earlier
@@ -51,13 +50,7 @@ NEVER = {  # reasons for which a job would wait forever
     "launch_failed_requeued_held",
 }
 UP = ("idle", "mix", "alloc", "comp", "resv", "plan")
-OPTIONS = {  # sbatch's and submitit's names of settings that are passed on
-    "partition": "partition",
-    "account": "account",
-    "qos": "qos",
-    "constraint": "constraint",
-    "cpus": "cpus_per_task",
-}
+NAMES = {"cpus": "cpus_per_task", "memory_gb": "mem"}  # of settings, in sbatch and submitit
 
 
 class Slurm:
@@ -83,9 +76,8 @@ class Slurm:
             )
         import submitit  # noqa: F401  where it is missing, nothing is to be written
 
-        self.every_s, self._next = every_s, 0.0
+        self.every_s = every_s
         self._ended: set[Job] = set()  # at the last poll
-        self._strays_are_gone = False
 
     def check(self, jobs: Sequence[Job]) -> None:
         shapes = {self._shape(job): job for job in reversed(jobs)}
@@ -96,9 +88,9 @@ class Slurm:
             asked = _slurm("sbatch", "--test-only", input="\n".join(lines))
             if asked is None:
                 raise ValueError("Slurm does not answer; `sinfo` shows if it is up")
-            states = self._sinfo("%T").split()
+            states = self._sinfo("%T").split() or UP
             # While all nodes are down Slurm refuses every job, but only for now.
-            if asked.returncode and any(state.startswith(UP) for state in states or UP):
+            if asked.returncode and any(state.startswith(UP) for state in states):
                 said = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
                 said = said.removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
                 there = _slurm("sinfo", "-h", "-o", "%R (at most %l, %G a node)")
@@ -108,37 +100,27 @@ class Slurm:
                     f"it: {said}; it has {', '.join(has)}"
                 )
 
-    def start(self, ready: Sequence[Job], running: Sequence[Job]) -> list[Job]:
-        groups: dict[tuple[int, int], list[Job]] = defaultdict(list)
-        for job in ready:
-            groups[self._shape(job)].append(job)
-        self._end_strays(ready[0], running)
-        started: list[Job] = []
-        for shape, jobs in groups.items():
+    def start(self, ready: Sequence[Job], running: Sequence[Job]) -> Iterator[Job]:
+        # Cancels jobs that a driver sent but was killed before it recorded them: only the lock
+        # keeps them from running twice, and a cancelled batch would continue.
+        asked = _slurm("squeue", "-h", "-r", "-n", _name(ready[0]), "-t", "PENDING", "-o", "%i")
+        _cancel({*asked.stdout.split()} - {*map(_id, running)} if asked else ())
+        for shape, group in groupby(sorted(ready, key=self._shape), self._shape):
+            jobs = list(group)
             try:
                 self._submit(jobs, *shape)
             except Exception as error:  # submitit's exception, with the last line of sbatch
                 said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-                if started:  # the started jobs were sent, and the others are tried again
-                    break
                 raise OSError(errno.EAGAIN, f"Slurm took no job: {said}") from error
-            started += jobs
-        return started
+            yield from jobs
 
     def poll(self, running: Sequence[Job]) -> dict[Job, str]:
-        if time.monotonic() < self._next:
-            return {}
         states = _states(map(_id, running))
-        # squeue tries for 20 s to reach a controller that is down
-        self._next = time.monotonic() + self.every_s * (10 if states is None else 1)
         found = {job: self._gone(job, states) for job in running}
-        gone = {job: why for job, why in found.items() if why is not None}
-        self._ended -= gone.keys()
-        return gone
+        return {job: why for job, why in found.items() if why is not None}
 
     def cancel(self, running: Sequence[Job]) -> None:
         _cancel(map(_id, running))
-        self._next = 0.0
 
     def _shape(self, job: Job) -> tuple[int, int]:
         """GPUs and minutes of the job in the queue. ValueError if it has no time limit."""
@@ -158,13 +140,13 @@ class Slurm:
 
     def _options(self, gpus: int, minutes: int) -> dict[str, Any]:
         """Options under the names that sbatch and submitit share."""
-        given = self.settings
-        named = {name: given[key] for key, name in OPTIONS.items() if key in given}
-        if "memory_gb" in given:
-            named["mem"] = f"{math.ceil(given['memory_gb'] * 1024)}M"
+        given = {NAMES.get(key, key): value for key, value in self.settings.items()}
+        if "mem" in given:
+            given["mem"] = f"{math.ceil(given['mem'] * 1024)}M"
         if gpus:
-            named["gpus_per_node"] = gpus
-        return named | {"time": minutes}
+            given["gpus_per_node"] = gpus
+        own = given.keys() - {"at_once", "setup"}
+        return {key: given[key] for key in own} | {"time": minutes}
 
     def _submit(self, jobs: list[Job], gpus: int, minutes: int) -> None:
         """Send the jobs to the queue; two or more are an array."""
@@ -181,19 +163,12 @@ class Slurm:
             **self._options(gpus, minutes),
         )
         limits, folders = [60 * minutes - MARGIN_S] * len(jobs), [str(job.folder) for job in jobs]
-        with _outside_jobs():
+        own = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k.startswith("SBATCH_")}
+        with submitit.helpers.clean_env():  # jobs of a driver that is a job inherit no limits
+            os.environ.update(own)
             sent = executor.map_array(run_child, folders, limits, [gpus] * len(jobs))
         for job, one in zip(jobs, sent, strict=True):
             write_json(job.folder / "queued.json", {"job": one.job_id})
-
-    def _end_strays(self, job: Job, running: Sequence[Job]) -> None:
-        """Cancel jobs that a driver sent but was killed before it recorded them: only the lock
-        keeps them from running twice, and a cancelled batch would continue."""
-        if self._strays_are_gone:
-            return
-        self._strays_are_gone = True
-        asked = _slurm("squeue", "-h", "-r", "-n", _name(job), "-t", "PENDING", "-o", "%i")
-        _cancel({*asked.stdout.split()} - {*map(_id, running)} if asked else ())
 
     def _gone(self, job: Job, states: dict | None) -> str | None:
         """Reason why no child runs or will run the job; None while one runs or waits."""
@@ -218,7 +193,7 @@ class Slurm:
         if job not in self._ended:  # it may be queued again, or its last file is delayed
             self._ended.add(job)
             return None
-        if job.busy and not silent:  # another job of Slurm runs it, see `_end_strays`
+        if job.busy and not silent:  # another job of Slurm runs it, see `start`
             return None
         if state in ("FAILED", "COMPLETED") and not job.says("started"):
             # The reason was printed before its child started.
@@ -238,10 +213,8 @@ def run_child(folder: str, timeout_s: float, gpus: int) -> int | None:
 
     from whyhung.process.gpus import only
 
-    variables = (
-        os.environ | {"NSA_JOB": submitit.JobEnvironment().job_id} | ({} if gpus else only(""))
-    )
-    child = start_child(Path(folder), variables, str(timeout_s))
+    variables = {"NSA_JOB": submitit.JobEnvironment().job_id} | ({} if gpus else only(""))
+    child = Job("", Path(folder)).start_child(os.environ | variables, str(timeout_s))
     if child is None:
         return None
     for one in (signal.SIGTERM, signal.SIGUSR2):
@@ -267,9 +240,8 @@ def _id(job: Job) -> str:
 
 def _slurm(*command: str, input: str | None = None) -> subprocess.CompletedProcess[str] | None:
     """Run one of Slurm's commands; None if its controller does not answer."""
-    options = {"text": True, "capture_output": True, "timeout": 60, "input": input}
     try:
-        asked = subprocess.run(command, **options)
+        asked = subprocess.run(command, input=input, capture_output=True, text=True, timeout=60)
     except (subprocess.TimeoutExpired, OSError):
         return None
     lost = ("contact slurm controller", "timed out", "connect failure", "Socket timed")
@@ -291,14 +263,3 @@ def _states(ids: Iterable[str]) -> dict[str, tuple[str, str]] | None:
 def _cancel(ids: Iterable[str | None]) -> None:
     if known := sorted(filter(None, ids)):
         _slurm("scancel", *known)
-
-
-@contextlib.contextmanager
-def _outside_jobs() -> Iterator[None]:
-    """Submit from outside any job: jobs of a driver that is a job itself inherit no limits."""
-    import submitit
-
-    own = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k.startswith("SBATCH_")}
-    with submitit.helpers.clean_env():
-        os.environ.update(own)
-        yield

@@ -1,7 +1,6 @@
 """`nsa site`: sources of all pages, written if they changed, and Sphinx over them."""
 
 import contextlib
-import fcntl
 import importlib.util
 import json
 import os
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workbook.runs import age, environment, store
+from workbook.runs.files import locked
 from workbook.runs.site import answers, data, fits, pages
 
 HERE = Path(__file__).parent
@@ -98,18 +98,14 @@ def _folders(root: Path) -> list[Path]:
 def _alone(work: Path) -> Iterator[None]:
     try:
         work.mkdir(parents=True, exist_ok=True)
-        lock = (work / "lock").open("w")
+        (work / "lock").touch()
     except OSError as error:
         raise ValueError(
             f"cannot write to {work.parent} ({error.strerror}); name another: --to"
         ) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"another `nsa site` is at work in {work.parent}; wait for it"
-            ) from None
+    with locked(work / "lock") as mine:
+        if mine is None:
+            raise ValueError(f"another `nsa site` is at work in {work.parent}; wait for it")
         yield
 
 

@@ -9,11 +9,10 @@ import pytest
 from batches import NAMES, PLAN, MadeUp, opened, statuses, write_plan
 
 from workbook.runs import record
-from workbook.runs.batch import driver as driving
 from workbook.runs.batch.driver import Driver
 from workbook.runs.batch.plan import read_plan
-from workbook.runs.batch.state import Batch, locked
-from workbook.runs.files import read_json, write_json
+from workbook.runs.batch.state import Batch
+from workbook.runs.files import locked, read_json, write_json
 
 pytestmark = pytest.mark.processes  # git, which is asked for the commit
 
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.processes  # git, which is asked for the commit
 def here(tmp_path, monkeypatch):
     write_plan(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(driving, "POLL_S", 0.0)
     return tmp_path
 
 
@@ -262,14 +260,27 @@ def test_a_later_driver_takes_over_what_waits_in_a_queue(here):
 
 def test_what_a_job_asks_of_a_child_stands_in_its_file(here):
     batch = run(MadeUp())
-    asked = [read_json(job.file) for job in batch.jobs]
-    assert [one["again"] for one in asked] == [False] * 4 + [True] * 2
-    assert [one["timeout_s"] for one in asked] == [None] * 4 + [120.0] * 2
-    assert asked[0]["parameters"]["layers"] == 2 and asked[0]["root"] == str(here / "runs")
+    asked = [read_json(job.folder / "job.json") for job in batch.jobs]
+    options = [one["options"] for one in asked]
+    assert [one["again"] for one in options] == [False] * 4 + [True] * 2
+    assert [one["timeout_s"] for one in options] == [None] * 4 + [120.0] * 2
+    assert asked[0]["parameters"]["layers"] == 2 and options[0]["root"] == str(here / "runs")
 
 
 def test_a_run_that_had_ended_when_its_child_was_killed_is_not_run_again(here):
     batch = run(MadeUp())
     for job in batch.jobs:
-        (job.folder / "ended.json").unlink()
+        write_json(job.folder / "started.json", {"run": str(job.run)})
     assert statuses(run(place := MadeUp())) == ["ok"] * 6 and not place.ran
+
+
+def test_jobs_of_an_older_batch_whose_end_is_in_a_file_of_its_own_are_known(here):
+    batch = run(MadeUp(ends={NAMES[5]: "error"}))
+    for job, status in zip(batch.jobs, ["ok"] * 5 + ["failed"], strict=True):
+        write_json(job.folder / "started.json", {"pid": 1, "run": str(job.run)})
+        write_json(job.folder / "ended.json", {"status": status, "run": str(job.run)})
+    shutil.rmtree(batch.jobs[0].run)
+    assert statuses(opened()) == ["to run", *["ok"] * 4, "failed"]
+    assert "is damaged" in opened().notes[0]
+    write_json(batch.jobs[5].folder / "ended.json", {"status": "failed", "stop_reason": "changed"})
+    assert statuses(opened())[5] == "failed"

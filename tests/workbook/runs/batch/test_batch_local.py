@@ -17,9 +17,10 @@ from sample_notebooks import errors_of
 
 from whyhung.process.gpus import Gpus
 from workbook.runs import record
-from workbook.runs.batch import child, local, state
+from workbook.runs.batch import job as job_module
+from workbook.runs.batch import local
+from workbook.runs.batch.job import Job
 from workbook.runs.batch.local import Local
-from workbook.runs.batch.state import Job, start_child
 from workbook.runs.files import read_json, write_json
 
 pytestmark = pytest.mark.processes
@@ -35,9 +36,9 @@ def machine(monkeypatch):
             children.append(self)
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(state.subprocess, "Popen", Known)
+    monkeypatch.setattr(job_module.subprocess, "Popen", Known)
     monkeypatch.setattr(local, "all_visible", lambda: Gpus(("3", "5", "7")))
-    monkeypatch.setattr(state, "CHILD", "batch_child")
+    monkeypatch.setattr(job_module, "CHILD", "batch_child")
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     yield
     for each in children:
@@ -52,7 +53,7 @@ def jobs(tmp_path, machine):
     def make(name, gpus=None, stubborn=False):
         job = Job(name, tmp_path / name, gpus=gpus)
         job.folder.mkdir()
-        write_json(job.file, {"stubborn": stubborn})
+        write_json(job.folder / "job.json", {"stubborn": stubborn})
         made.append(job)
         return job
 
@@ -82,13 +83,13 @@ def test_each_job_has_gpus_of_its_own_and_gives_them_to_the_next(jobs):
     place = Local()
     assert place.at_a_time == 3
     pair, one, none, last = jobs("pair", 2), jobs("one"), jobs("none", 0), jobs("last")
-    started = place.start([pair, one, none], [])
+    started = [*place.start([pair, one, none], [])]
     assert started == [pair, one, none]
     assert [seen(job)["gpus"] for job in started] == ["3,5", "7", ""]
-    assert place.start([last], started) == []
+    assert [*place.start([last], started)] == []
     end(one)
     assert waited(lambda: place.poll(started)) == {one: ""}
-    assert place.start([last], [pair, none]) == [last] and seen(last)["gpus"] == "7"
+    assert [*place.start([last], [pair, none])] == [last] and seen(last)["gpus"] == "7"
 
 
 def test_a_job_that_wants_more_gpus_than_there_are_is_refused(jobs):
@@ -106,7 +107,7 @@ def test_without_gpus_one_runs_at_once_unless_more_are_wished(jobs, monkeypatch)
 @pytest.mark.parametrize("seen", [seen, lambda job: None])
 def test_another_driver_adopts_what_runs_with_its_gpus(jobs, seen):
     job = jobs("a")
-    Local().start([job], [])
+    list(Local().start([job], []))
     seen(job)  # or it is still to reach its first line
     later = Local()
     assert later.free([job]) == ["5", "7"] and later.poll([job]) == {}
@@ -117,10 +118,10 @@ def test_another_driver_adopts_what_runs_with_its_gpus(jobs, seen):
 def test_a_job_that_another_child_has_is_left_to_that_one(jobs):
     job = jobs("a")
     first, second = Local(), Local()
-    first.start([job], [])
+    list(first.start([job], []))
     pid = seen(job)["pid"]
-    assert second.start([job], []) == [job] and second.poll([job]) == {}
-    assert start_child(job.folder, os.environ) is None
+    assert [*second.start([job], [])] == [job] and second.poll([job]) == {}
+    assert job.start_child(os.environ) is None
     assert second.free([job]) == ["5", "7"] and alive(pid)
     end(job)
     assert waited(lambda: second.poll([job])) == {job: "its process is gone"}
@@ -136,19 +137,20 @@ def test_a_disk_that_fills_up_between_two_starts_keeps_what_began(jobs, monkeypa
 
     monkeypatch.setattr(local, "write_json", full)
     place = Local()
-    assert place.start([first, second], []) == [first] and seen(first)
+    starts = place.start([first, second], [])
+    assert next(starts) is first and seen(first)
     with pytest.raises(OSError, match="No space left"):
-        place.start([second], [first])
+        next(starts)
 
 
 def test_a_job_that_was_taken_back_while_its_child_was_in_a_queue_is_not_run(tmp_path):
-    assert child.main(tmp_path / "job.json") == 1 and not list(tmp_path.iterdir())
+    assert job_module.main(tmp_path / "job.json") == 1 and not list(tmp_path.iterdir())
 
 
 def test_a_job_is_cancelled_and_one_that_does_not_listen_is_killed(jobs, monkeypatch):
     monkeypatch.setattr(local, "GRACE_S", 0.1)
     place = Local()
-    started = place.start([jobs("a"), jobs("b", stubborn=True)], [])
+    started = [*place.start([jobs("a"), jobs("b", stubborn=True)], [])]
     assert all(seen(job) for job in started)
     place.cancel(started)
     gone = {}
@@ -209,7 +211,7 @@ def test_many_runs_survive_sigkills_of_their_driver_and_none_is_done_twice(
     assert all((run / "report.html").is_file() for run in runs), told
     ran = count.read_text().splitlines()
     assert sorted(ran) == sorted(map(str, runs)), told
-    ends = tmp_path.glob("runs/batches/plan/jobs/*/ended.json")
+    ends = tmp_path.glob("runs/batches/plan/jobs/*/started.json")
     assert len({read_json(file)["run"] for file in ends}) == runs_due
     assert not list(tmp_path.glob("runs/batches/plan/.manifest*"))
 

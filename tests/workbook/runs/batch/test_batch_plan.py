@@ -19,15 +19,15 @@ def place(tmp_path, monkeypatch):
 def test_a_job_is_each_combination_of_the_grid_and_each_repeat(place):
     plan = read_plan("plan.yaml")
     assert plan.name == "plan"
-    assert [entry.name for entry in plan.entries] == NAMES
-    first, *_, last = plan.entries
+    assert [entry.name for entry in plan.jobs] == NAMES
+    first, *_, last = plan.jobs
     own = {"layers": 2, "rate": 2.0, "precision": "fp32", "deep": False}
     assert first.planned.given == own  # of the file, which the plan's own win over, and of the grid
     assert (first.timeout_s, first.after) == (None, ())
     assert (last.timeout_s, last.after, last.repeat) == (120.0, ("first",), 2)
-    runs = [entry.planned.name for entry in plan.entries]
+    runs = [entry.planned.name for entry in plan.jobs]
     assert runs[4] == runs[5] and len(set(runs)) == 5
-    assert len({entry.key for entry in plan.entries}) == 6
+    assert len({entry.key for entry in plan.jobs}) == 6
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_thousands_of_jobs_are_read_with_one_look_at_their_notebook(place, monke
     source = identity.source
     monkeypatch.setattr(identity, "source", lambda path: looks.append(path) or source(path))
     (place / "plan.yaml").write_text(PLAN.replace("repeats: 2", "repeats: 5000"))
-    assert len(read_plan("plan.yaml").entries) == 5004
+    assert len(read_plan("plan.yaml").jobs) == 5004
     assert len(looks) == 1

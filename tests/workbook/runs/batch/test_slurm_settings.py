@@ -6,10 +6,9 @@ import sys
 import pytest
 from batches import write_plan
 
-from workbook.runs.batch import slurm
+from workbook.runs.batch.job import Job
 from workbook.runs.batch.plan import read_plan
 from workbook.runs.batch.slurm import Slurm
-from workbook.runs.batch.state import Job
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def test_without_submitit_it_is_said_what_to_install(with_sbatch, monkeypatch):
 
 def test_a_job_is_queued_for_its_own_time_and_what_its_start_and_end_need(with_sbatch):
     def minutes(timeout_s, settings):
-        return Slurm(settings)._shape(Job("one", None, timeout_s, gpus=2))
+        return Slurm(settings)._shape(Job("one", timeout_s=timeout_s, gpus=2))
 
     assert minutes(600, {}) == (2, 13)
     assert minutes(600, {"time": "2h"}) == (2, 13)
@@ -65,11 +64,19 @@ def test_settings_of_the_command_win_over_those_of_the_plan(tmp_path):
             read_plan(file, tmp_path / "notebooks", given)
 
 
-def test_a_driver_that_is_a_job_itself_hands_none_of_its_limits_on(monkeypatch):
+@pytest.mark.processes
+def test_a_driver_that_is_a_job_itself_hands_none_of_its_limits_on(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
-    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF", "SBATCH_PARTITION", "RANK"):
+    for name in ("sbatch", "srun"):  # which refuses all, and shows its environment
+        (tmp_path / name).write_text(f"#!/bin/sh\nexport -p >{tmp_path}/seen\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    names = ["SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF", "SBATCH_PARTITION", "RANK"]
+    for name in names:
         monkeypatch.setenv(name, "7")
-    before = dict(os.environ)
-    with slurm._outside_jobs():
-        left = {name for name in before if name not in os.environ}
-    assert left == {"SLURM_JOB_ID", "SLURM_NTASKS", "RANK"} and dict(os.environ) == before
+    before, job = dict(os.environ), Job("one", tmp_path / "jobs" / "one", timeout_s=60)
+    with pytest.raises(OSError, match="Slurm took no job"):
+        list(Slurm().start([job], []))
+    seen = (tmp_path / "seen").read_text()
+    assert [name for name in names if f"{name}='7'\n" in seen] == ["SLURM_CONF", "SBATCH_PARTITION"]
+    assert dict(os.environ) == before
