@@ -10,10 +10,12 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+LOOKS = 20  # at a lock that another process has
 PATH = re.compile(r'\sd="[^"]*"')  # of an SVG
 
 
@@ -99,13 +101,16 @@ def read_object(path: str | Path) -> dict[str, Any]:
 def locked(file: Path) -> Iterator[int | None]:
     """Lock a file, and yield its descriptor; None if another process has the lock. The lock is
     released when this process and those that inherit the descriptor have closed it or ended."""
-    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    handle, mine = os.open(file, os.O_RDWR | os.O_CREAT, 0o644), None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine = handle
-    except BlockingIOError:
-        mine = None
-    try:
+        for again in range(LOOKS):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                mine = handle
+                break
+            except BlockingIOError:
+                if again + 1 < LOOKS:  # `is_locked` of another process may have it for an instant
+                    time.sleep(0.01)
         yield mine
     finally:
         os.close(handle)
@@ -113,10 +118,14 @@ def locked(file: Path) -> Iterator[int | None]:
 
 def is_locked(file: Path) -> bool:
     """True if a process, on this machine or another one that shares its files' locks, has it."""
-    if not file.exists():
+    try:
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
         return False
-    with locked(file) as free:
-        return free is None
+    except BlockingIOError:
+        return True
+    return False
 
 
 def plain(value: Any) -> Any:
