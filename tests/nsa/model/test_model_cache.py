@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
     model = model_of(tiny())
     cache = cache_of(model, 2, 24)
     model(tokens(2, 20), cache=cache)
-    before = [x.clone() for layer in cache.layers for x in layer.state()[1].values()]
+    before = [x.clone() for layer in cache.layers for x in layer.tensors.values()]
     wide = LanguageModel(tiny(nsa={"window": 9}, phi="linear")).double()
     cases = [
         (wide, tokens(2, 1), {}, "another config .* nsa: .*window=9.* phi: 'linear', 'mean'"),
@@ -196,9 +196,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
             cache.reorder(index)
     with pytest.raises(ValueError, match="counts are for a cache"):
         model(tokens(2, 1), counts=torch.tensor([1, 1]))
-    after = [x for layer in cache.layers for x in layer.state()[1].values()]
+    after = [x for layer in cache.layers for x in layer.tensors.values()]
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-    assert cache.lengths.tolist() == cache.held == [20, 20]
+    assert cache.lengths.tolist() == cache.places.held == [20, 20]
     model(tokens(2, 4), cache=cache)  # and what fits goes on
 
 
