@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa.attention.cache import LayerCache
 from nsa.attention.decode import names
+from nsa.attention.inputs import check_counts
 from nsa.attention.places import CacheShape, Places
 from nsa.model.config import ModelConfig, check_config
 from nsa.model.pages import Pages
@@ -136,11 +137,7 @@ class NSACache:
         if counts is None:
             return None, tokens.shape[1]
         counts = torch.as_tensor(counts)
-        if counts.shape != (self.shape.batch,) or counts.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"counts must be int32 [B] = ({self.shape.batch},), got {tuple(counts.shape)} of "
-                f"{counts.dtype}"
-            )
+        check_counts(counts, self.shape.batch)
         if counts.device.type != "cpu":
             return counts, tokens.shape[1]
         known = counts.tolist()
