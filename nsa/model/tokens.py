@@ -22,7 +22,7 @@ from jaxtyping import UInt16
 from torch import Tensor
 
 from nsa.model.config import check_int
-from nsa.model.data import Batch, Device, check_sizes, generator, with_successors
+from nsa.model.data import Batch, Device, check_sizes, passages, with_successors
 from nsa.model.shards import END, SPLITS, Shards
 from nsa.spelling import choice
 
@@ -66,11 +66,8 @@ class Tokens:
                 f"{self.name}: got {len(self.ids)} tokens, but T = {tokens} and the last one's "
                 f"target need {tokens + 1}; build larger shards, or take a shorter T"
             )
-        starts = torch.randint(
-            len(self.ids) - tokens, (batch, 1), generator=generator(self.seed, step)
-        )
-        drawn = self.ids.view(torch.int16)[starts + torch.arange(tokens + 1)].long() & 0xFFFF
-        return with_successors(drawn, device)
+        drawn = passages(self.ids.view(torch.int16), self.seed, step, batch, tokens)
+        return with_successors(drawn.long() & 0xFFFF, device)
 
     def record(self) -> dict[str, Any]:
         """Facts for a run's record, with bytes a token, by which bits a byte are computed."""
