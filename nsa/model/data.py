@@ -15,7 +15,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -202,7 +202,7 @@ class Share:
 
     tokens: Tensor
     targets: Tensor
-    weights: Tensor | None
+    weights: Tensor | None = None
     accumulate: int = 1
 
     def micro(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
@@ -224,12 +224,7 @@ class Share:
                 return x.pin_memory().to(device, non_blocking=True)
             return x.to(device)
 
-        return self.each(moved)
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Share":
-        """Apply `change` to each tensor."""
-        tensors = (self.tokens, self.targets, self.weights)
-        return Share(*(None if x is None else change(x) for x in tensors), self.accumulate)
+        return Share(*map(moved, self.tensors()), accumulate=self.accumulate)
 
 
 def share_of(

@@ -144,7 +144,7 @@ class Trainer:
                 loss, *vitals = self._train_on(share, partial(self._enter, step=step))
             else:
                 self._enter("graph", step)
-                loss, *vitals = self._captured(share)
+                loss, *vitals = self._captured(*share.tensors())
             self.vitals = vitals[0] if vitals else None
             self._drop_gradients()
             self._enter("end", step)
@@ -280,8 +280,12 @@ class Trainer:
     def _capture(self) -> "CapturedStep | None":
         if not self.config.cuda_graph:
             return None
-        # A graph has no phases: what observers do must not be captured.
-        body = partial(self._train_on, enter=lambda phase: None)
+
+        def body(*given: Tensor) -> tuple[Tensor, ...]:
+            share = Share(*given, accumulate=self.config.accumulate)
+            # A graph has no phases: what observers do must not be captured.
+            return self._train_on(share, enter=lambda phase: None)
+
         return CapturedStep(body, self._stream, warmup_steps(self.parallel))
 
     def _drop_gradients(self) -> None:
@@ -316,35 +320,35 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class CapturedStep:
-    """body(share) -> (loss, ...), replayed from a CUDA graph.
+    """Function of tensors that returns tensors, replayed from a CUDA graph.
 
     The first `warmup` calls run the body eagerly, on the stream of the later capture, on which DDP
     must have been constructed too; the next one captures it. Inputs are copied into buffers that
-    the graph reads, so batches must keep their shapes. The graph's memory stays allocated. Ranks
+    the graph reads, so they must keep their shapes. The graph's memory stays allocated. Ranks
     capture and replay together, and must `release` it before they leave the process group.
     """
 
     def __init__(
-        self, body: Callable[[Share], tuple[Tensor, ...]], stream: torch.cuda.Stream, warmup: int
+        self, body: Callable[..., tuple[Tensor, ...]], stream: torch.cuda.Stream, warmup: int
     ) -> None:
         self.body, self.stream, self.warmup, self.calls = body, stream, warmup, 0
         self.device = stream.device
         self.graph = self.buffers = self.found = None
 
-    def __call__(self, share: Share) -> tuple[Tensor, ...]:
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         self.calls += 1
         if self.calls <= self.warmup:
             current = torch.cuda.current_stream(self.device)
             with on_stream(self.stream):
-                found = self.body(share)
-            for x in share.tensors():
+                found = self.body(*given)
+            for x in given:
                 x.record_stream(self.stream)
             for x in found:
                 x.record_stream(current)
             return found
         if self.graph is None:
-            self._capture(share)
-        for buffer, x in zip(self.buffers.tensors(), share.tensors(), strict=True):
+            self._capture(given)
+        for buffer, x in zip(self.buffers, given, strict=True):
             buffer.copy_(x, non_blocking=True)
         self.graph.replay()
         return tuple(x.clone() for x in self.found)  # the next replay overwrites them
@@ -356,11 +360,11 @@ class CapturedStep:
             self.graph.reset()
         self.graph = self.buffers = self.found = None
 
-    def _capture(self, share: Share) -> None:
-        self.buffers, graph = share.each(Tensor.clone), torch.cuda.CUDAGraph()
+    def _capture(self, given: Sequence[Tensor]) -> None:
+        self.buffers, graph = [x.clone() for x in given], torch.cuda.CUDAGraph()
         # Other threads may pin memory meanwhile.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.found = self.body(self.buffers)
+            self.found = self.body(*self.buffers)
         self.graph = graph
 
 
