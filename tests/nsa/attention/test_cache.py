@@ -29,20 +29,6 @@ def step(given, cache, rows, **options):
     return nsa_decode(q, k, v, gates, cache, phi=phi, **{"backend": "gather"} | options)
 
 
-@pytest.mark.parametrize("page", [None, 8, 24])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("branches", [BRANCHES, ("cmp",), ("slc",), ("win",), ("slc", "win")])
-def test_bytes_are_known_before_anything_is_allocated(branches, shared, page):
-    growth = replace(GROWTH, branches=branches, shared=shared, page=page)
-    for dtype in (torch.bfloat16, torch.float32):
-        cache = growth.cache(dtype)
-        storages = {x.untyped_storage() for x in contents(cache).values()}
-        sizes = {s._cdata: s.nbytes() for s in storages}
-        places = cache.shape.places_bytes
-        assert sum(sizes.values()) == cache.shape.bytes + places
-        assert cache.bytes == cache.shape.bytes
-
-
 def test_the_bytes_of_the_papers_sizes_are_those_of_its_tensors():
     """Keys and values of 64k tokens, a sixteenth of them compressed, and two short rings."""
     shape = CacheShape(NSAConfig(), 1, 65536, 4, 128, 128)

@@ -112,10 +112,11 @@ def test_each_backend_decodes_the_same(backend, page):
 
 
 @pytest.mark.parametrize("page", [None, 8])
-@pytest.mark.parametrize("changes", [{}, {"shared_kv": True}, {"force_branch": "slc"}])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("branch", BRANCH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_known_before_there_is_a_cache(page, changes, dtype):
-    config = tiny(**changes, value_dim=12)
+def test_bytes_are_known_before_there_is_a_cache(page, shared, branch, dtype):
+    config = tiny(shared_kv=shared, force_branch=branch, value_dim=12)
     how = {"dtype": dtype, "page": page, "pages": page and 9}
     cache = NSACache(config, 3, 48, **how)
     storages = {}
