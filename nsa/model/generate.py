@@ -10,10 +10,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from nsa.model.cache import NSACache
+from nsa.model.capture import CapturedStep
 from nsa.model.config import check_int
 from nsa.model.llama import LanguageModel
 from nsa.model.sampling import Sampling
-from nsa.model.train import CapturedStep
 
 WARMUP = 2  # eager steps before one is captured
 

@@ -312,6 +312,13 @@ def test_a_shape_that_does_not_fit_is_refused(changes, message):
         replace(CacheShape(TINY, 2, 40, 1, 8, 8), **changes)
 
 
+def test_a_stored_shape_is_restored_and_one_of_other_fields_is_refused():
+    shape = CacheShape(TINY, 2, 40, 1, 8, 8, page=8)
+    assert CacheShape.from_dict(shape.to_dict()) == shape
+    with pytest.raises(ValueError, match="unknown or missing: batches"):
+        CacheShape.from_dict(shape.to_dict() | {"batches": 1})
+
+
 def test_random_cases_with_shared_pages_reach_every_layout():
     """The random cases are no proof of what they never draw."""
     growths = [random_growth(seed) for seed in range(400)]
