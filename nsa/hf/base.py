@@ -18,6 +18,7 @@ from nsa.hf.columns import Columns, borders, check_mask, check_positions
 from nsa.hf.config import NSAConfig
 from nsa.model.config import ModelConfig
 from nsa.model.llama import Decoder, LanguageModel
+from nsa.model.names import SINCE
 
 # transformers renamed it in the course of version 5.
 KEY = next(
@@ -26,6 +27,9 @@ KEY = next(
 # Arguments that transformers and tools around it pass to any model, and that change nothing here.
 IGNORED = {*TransformersKwargs.__optional_keys__, "cache_position", "logits_indices", "seq_idx"}
 IGNORED |= {"token_type_ids", "shift_labels", "tokenizer", "assistant_tokenizer", "streamer"}
+# Names in files from before the head was next to the base model and projections in branches.
+OLD_NAMES = {rf"\.{re.escape(old)}\.": f".{new}." for old, new in SINCE.items()}
+OLD_NAMES |= {r"^model\.head\.": "lm_head."}
 _HAS_NOT = {
     "output_attentions": "there is no T x T matrix; workbook.lab.observers tells of selections",
     "output_router_logits": "there are no experts",
@@ -42,6 +46,15 @@ class NSAPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True  # NSA has its own attention; config.backend names its implementation
     _no_split_modules: ClassVar[list[str]] = ["Block"]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> "NSAPreTrainedModel":
+        """Load a model as transformers does, also from files with names of earlier versions."""
+        options.setdefault("key_mapping", OLD_NAMES)
+        made = super().from_pretrained(*args, **options)
+        model = made[0] if isinstance(made, tuple) else made
+        model._weight_conversions = None  # it is saved with the present names
+        return made
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

@@ -13,6 +13,7 @@ from nsa.attention.backends.sdpa import KERNELS, scaled_dot_product_attention
 from nsa.attention.placing import sequence_bounds
 from nsa.attention.registry import Declined
 from nsa.model.config import ModelConfig
+from nsa.model.names import rename_on_load
 from nsa.model.projections import Projections, draw
 from nsa.model.rotary import Rotary, rotary_for
 from nsa.spelling import nearest
@@ -45,6 +46,7 @@ class DenseAttention(nn.Module):
         self.v_proj = nn.Linear(dim, kv_heads * config.value_size, bias=False)
         self.o_proj = nn.Linear(heads * config.value_size, dim, bias=False)
         self.reset_parameters()
+        self.register_load_state_dict_pre_hook(rename_on_load)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         inner = (self.q_proj, self.k_proj, self.v_proj)

@@ -14,6 +14,7 @@ from nsa.attention.decode import nsa_decode
 from nsa.attention.transforms import autocast_dtype
 from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig, check_int
+from nsa.model.names import rename_on_load
 from nsa.model.phi import LEARNED_PHI
 from nsa.model.projections import Projections, draw, is_plain
 from nsa.model.rotary import Rotary, rotary_after, rotary_for
@@ -130,6 +131,7 @@ class NSAAttention(nn.Module):
         learned = config.sinks == "learned"
         self.sinks = nn.Parameter(torch.empty(3 * heads)) if learned else None
         self.reset_parameters()
+        self.register_load_state_dict_pre_hook(rename_on_load)
 
     def _keys_and_values(self) -> tuple[nn.Linear, nn.Linear]:
         config = self.config

@@ -19,6 +19,7 @@ from nsa.attention.witness import where
 from nsa.model.config import ModelConfig, check_config, layer_range
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.layer import NSAAttention
+from nsa.model.names import rename_on_load
 from nsa.model.projections import draw
 from nsa.model.rotary import Rotary, rotary_for
 from nsa.parallel.layout import IGNORED
@@ -279,6 +280,7 @@ class LanguageModel(Decoder):
         self.build(config)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         draw_head(self.head)
+        self.register_load_state_dict_pre_hook(rename_on_load)
 
     def reset_parameters(self, seed: int) -> None:
         """Draw all weights anew from a generator of this seed on the weights' own device."""

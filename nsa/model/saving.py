@@ -12,6 +12,7 @@ import torch
 
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
+from nsa.model.names import renamed, today
 from nsa.model.train_config import TrainConfig
 from nsa.spelling import nearest
 
@@ -131,7 +132,19 @@ def read(path: str | os.PathLike, kind: str = FORMAT) -> dict[str, Any]:
         raise ValueError(
             f"{path} is of version {state.get('version')}, this library reads version {VERSION}"
         )
-    return state
+    return with_names_of_today(state)
+
+
+def with_names_of_today(state: dict[str, Any]) -> dict[str, Any]:
+    """Rename the parameters and their optimizer state to the names of this version."""
+    changed = {"model": renamed(state["model"])} if "model" in state else {}
+    optimizer = state.get("optimizer")
+    if optimizer:
+        groups = [
+            g | {"params": [today(n) for n in g["params"]]} for g in optimizer["param_groups"]
+        ]
+        changed["optimizer"] = {"state": renamed(optimizer["state"]), "param_groups": groups}
+    return state | changed
 
 
 def load_model(

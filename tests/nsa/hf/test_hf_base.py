@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,14 +15,16 @@ pytest.importorskip("transformers")
 
 from hf_clients import client, client_config, saved, tokenizer
 from hf_models import made
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DataCollatorWithFlattening,
 )
 
-from nsa.hf import NSAConfig, NSAForCausalLM
+from nsa.hf import NSAConfig, NSAForCausalLM, NSAModel
 from nsa.hf.base import check_one_device
 
 IDS = tokens(2, 30)
@@ -137,6 +140,27 @@ def test_every_hook_fires(model):
     for handle in handles:
         handle.remove()
     assert called == set(leaves)
+
+
+def test_files_with_the_names_of_before_open_and_are_saved_with_todays(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    old = {}
+    for name, weight in load_file(file).items():
+        name = name.replace("lm_head.", "model.head.").replace("embed_tokens", "embed")
+        name = re.sub(
+            r"\.(cmp|slc|win)\.([kv]_proj)", r".\2.\1", name.replace("o_proj", "out_proj")
+        )
+        old[re.sub(r"mlp\.(\w+)_proj", r"mlp.\1", name)] = weight
+    assert not set(old) & {"lm_head.weight", "model.embed_tokens.weight"}
+    save_file(old, file, metadata={"format": "pt"})
+    again, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    again.save_pretrained(tmp_path / "again")
+    assert set(load_file(tmp_path / "again" / "model.safetensors")) == set(model.state_dict())
+    base, told = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(base) is NSAModel and not told["missing_keys"]
 
 
 @pytest.mark.full
