@@ -140,9 +140,8 @@ class Generation:
         self._newest = torch.zeros(batch, dtype=torch.int64, device=device)
         # How many tokens of each sequence a step stores: 0 once it has ended.
         self._open = None if end is None else torch.ones(batch, dtype=torch.int32, device=device)
-        self._advance = self._body
-        if graph:
-            self._advance = CapturedStep(self._body, torch.cuda.Stream(device), WARMUP)
+        stream = torch.cuda.Stream(device) if graph else None
+        self._graph = CapturedStep(self._body, stream, WARMUP) if graph else None
         self._steps = self._run()
 
     def __iter__(self) -> Iterator[list[int | None]]:
@@ -178,8 +177,16 @@ class Generation:
             "cache": self.cache.record(),
         }
 
-    @torch.no_grad()
     def _run(self) -> Iterator[list[int | None]]:
+        try:
+            yield from self._generated()
+        finally:
+            if self._graph is not None:  # it holds this object, and so the cache
+                self._graph.release()
+                self._graph = None
+
+    @torch.no_grad()
+    def _generated(self) -> Iterator[list[int | None]]:
         started = time.perf_counter()
         self._take(self._prefill())
         yield self._told(self._sent(), started)
@@ -218,7 +225,10 @@ class Generation:
     def _decode(self) -> None:
         """Compute one more token of each sequence that has not ended."""
         self.cache.reserve(1)
-        self._advance()
+        if self._graph is None:
+            self._body()
+        else:
+            self._graph()
         self.cache.count(1)
 
     def _body(self) -> tuple[()]:
