@@ -6,8 +6,6 @@ there and rows that must not be stored are written there, so that no step waits 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +30,8 @@ class LayerCache:
     k_win, v_win [B, R, HKV, *]: a ring, position t in row t % R; None where the window reads slc.
     k_raw, v_raw [B, S, HKV, *]: a ring of the compressed branch's tokens before phi, row t % S.
 
-    A tensor that no branch needs is None. `places` has the page table and the lengths; layers
-    of one model share it. No gradient flows through a cache.
+    A tensor that no branch needs is None; `tensors` has the others by name. `places` has the page
+    table and the lengths; layers of one model share it. No gradient flows through a cache.
     """
 
     def __init__(
@@ -48,20 +46,20 @@ class LayerCache:
         self.places = Places(shape, device) if places is None else places
         if self.places.shape != shape:
             raise ValueError("layers that share places must have one shape")
-        self._flat, self._views = {}, {}
+        self._flat, self.tensors = {}, {}
         for name, size in shape.tensors().items():
             rows, row = size[0] * size[1], size[2:]
             flat = torch.zeros(rows + 1, *row, dtype=shape.dtype, device=device)
-            self._flat[name], self._views[name] = flat, flat[:rows].view(size)
+            self._flat[name], self.tensors[name] = flat, flat[:rows].view(size)
 
-    k_slc = property(lambda self: self._views.get("k_slc"))
-    v_slc = property(lambda self: self._views.get("v_slc"))
-    k_cmp = property(lambda self: self._views.get("k_cmp"))
-    v_cmp = property(lambda self: self._views.get("v_cmp"))
-    k_win = property(lambda self: self._views.get("k_win"))
-    v_win = property(lambda self: self._views.get("v_win"))
-    k_raw = property(lambda self: self._views.get("k_raw"))
-    v_raw = property(lambda self: self._views.get("v_raw"))
+    k_slc = property(lambda self: self.tensors.get("k_slc"))
+    v_slc = property(lambda self: self.tensors.get("v_slc"))
+    k_cmp = property(lambda self: self.tensors.get("k_cmp"))
+    v_cmp = property(lambda self: self.tensors.get("v_cmp"))
+    k_win = property(lambda self: self.tensors.get("k_win"))
+    v_win = property(lambda self: self.tensors.get("v_win"))
+    k_raw = property(lambda self: self.tensors.get("k_raw"))
+    v_raw = property(lambda self: self.tensors.get("v_raw"))
     table = property(lambda self: self.places.table)
     lengths = property(lambda self: self.places.lengths)
     longest = property(lambda self: self.places.longest)
@@ -115,7 +113,7 @@ class LayerCache:
                     kept = position.where(stored, -1)
                     rows[name] = self.page_rows(kept)
                 else:  # a ring keeps only the newest tokens
-                    ring = self._views[key].shape[1]
+                    ring = self.tensors[key].shape[1]
                     newest = stored & (position >= (held + added - ring)[:, None])
                     rows[name] = self.ring_rows(position.where(newest, -1), ring)
             self._put(key, rows[name], x)
@@ -132,7 +130,7 @@ class LayerCache:
                 raise ValueError(f"{key} is a {type(one).__name__} and must be a tensor")
             if new is None and one.ndim == 4:
                 new = one.shape[1]
-            wanted = (self.shape.batch, new, *self._views[key].shape[2:])
+            wanted = (self.shape.batch, new, *self.tensors[key].shape[2:])
             if tuple(one.shape) != wanted or not new:
                 raise ValueError(
                     f"{key} must be [B, N, HKV, {'D' if side == 'k' else 'DV'}] = {wanted} with "
@@ -150,7 +148,7 @@ class LayerCache:
 
         side: "k" or "v". The keys are k_slc, k_win and k_raw, or those of v, as far as they exist.
         """
-        names = [key[2:] for key in self._views if key[0] == side and key[2:] != "cmp"]
+        names = [key[2:] for key in self.tensors if key[0] == side and key[2:] != "cmp"]
         branch = {name: "cmp" if name == "raw" else name for name in names}
         if isinstance(x, Tensor):
             return {f"{side}_{name}": x for name in names}
@@ -244,7 +242,7 @@ class LayerCache:
             position = index * stride
             rows = self.page_rows(torch.where(behind, -1, position), stride)
             return self.take(k, rows), self.take(v, rows) if v in self._flat else None
-        keys, values = self._views[k][:, :count], self._views.get(v)
+        keys, values = self.tensors[k][:, :count], self.tensors.get(v)
         if values is not None:
             values = values[:, :count]
             if self.places.stale:  # 0 times a NaN is NaN
@@ -297,76 +295,15 @@ class LayerCache:
         self.places.reset(rows)
 
     @torch.no_grad()
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy pages [M] of the pool onto others; pairs with a -1 are skipped. Synchronizes."""
-        source, target = source.to(self.device).long(), target.to(self.device).long()
-        both = (source >= 0) & (target >= 0)
-        source, target = source[both], target[both]
-        for key, view in self._views.items():
+    def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy pages of the pool onto others."""
+        for key, view in self.tensors.items():
             if key[2:] in PAGED:
                 view[target] = view[source]
 
     @torch.no_grad()
     def reorder_rings(self, index: Tensor) -> None:
         """Replace the rings of sequence b by those of sequence index[b]."""
-        for key, view in self._views.items():
+        for key, view in self.tensors.items():
             if key[2:] not in PAGED:
                 view.copy_(view[index])
-
-    def reorder(self, index: Sequence[int] | Tensor) -> None:
-        """Replace sequence b by sequence index[b], as beam search needs. Pages are copied.
-
-        Not for layers that share places: their owner calls `reorder_rings` and `copy_pages` of each
-        and `places.reorder` once.
-        """
-        index = self.places.index("index", index)
-        if index.shape != self.lengths.shape:
-            raise ValueError(f"index needs {self.shape.batch} entries, got {index.numel()}")
-        self.copy_pages(self.table[index].flatten(), self.table.flatten())
-        self.reorder_rings(index)
-        self.places.reorder(index)
-
-    @torch.no_grad()
-    def select(self, rows: Sequence[int] | Tensor) -> "LayerCache":
-        """Return a new cache with copies of these sequences only, each with its own pages."""
-        rows = self.places.index("rows", rows)
-        cut = LayerCache(replace(self.shape, batch=len(rows), pages=None), device=self.device)
-        source, target = self.table[rows].flatten().long(), cut.table.flatten().long()
-        kept = source >= 0
-        for key, view in self._views.items():
-            if key[2:] in PAGED:
-                cut._views[key][target[kept]] = view[source[kept]]
-            else:
-                cut._views[key].copy_(view[rows])
-        cut.places.take(self.places, rows)
-        return cut
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(the shape as plain values, the tensors by name): all that `from_state` needs."""
-        own = {key: view.contiguous() for key, view in self._views.items()}
-        return self.shape.to_dict(), own | self.places.state()
-
-    @classmethod
-    @torch.no_grad()
-    def from_state(
-        cls,
-        shape: dict[str, Any],
-        tensors: Mapping[str, Tensor],
-        *,
-        places: Places | None = None,
-        device: torch.device | str | None = None,
-    ) -> "LayerCache":
-        """Restore the cache from `state`. ValueError for tensors missing or of other sizes."""
-        cache = cls(CacheShape.from_dict(shape), places=places, device=device)
-        wanted = cache._views | (cache.places.state() if places is None else {})
-        for key, view in wanted.items():
-            if key not in tensors or tensors[key].shape != view.shape:
-                got = tuple(tensors[key].shape) if key in tensors else "none"
-                raise ValueError(f"the saved {key} must be {tuple(view.shape)}, got {got}")
-            if tensors[key].dtype != view.dtype:
-                raise ValueError(f"the saved {key} is {tensors[key].dtype}, wanted {view.dtype}")
-        for key, view in cache._views.items():
-            view.copy_(tensors[key])
-        if places is None:
-            cache.places.restore(tensors)
-        return cache

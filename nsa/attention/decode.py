@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,58 +11,22 @@ from nsa.attention import cached, prefix, witness
 from nsa.attention.api import nsa_attention
 from nsa.attention.backends import triton
 from nsa.attention.cache import NAMES, LayerCache
-from nsa.attention.inputs import check_device, check_phi, check_tensor, checked_sinks
+from nsa.attention.cached import Call, Recent
+from nsa.attention.inputs import (
+    DTYPES,
+    check_counts,
+    check_device,
+    check_phi,
+    check_sized,
+    check_tensor,
+    checked_sinks,
+)
 from nsa.attention.registry import Declined, Note
 from nsa.config import NSAConfig
 from nsa.reference import decode as reference
 from nsa.reference.compress import Phi
 from nsa.reference.nsa import combine
 from nsa.spelling import choice
-
-
-@dataclass(frozen=True)
-class Call:
-    """Checked arguments of one call. A backend appends and attends, and does not advance."""
-
-    q: Tensor
-    k: Tensor | Mapping[str, Tensor]
-    v: Tensor | Mapping[str, Tensor]
-    gates: Tensor
-    cache: LayerCache
-    phi: Phi
-    counts: Tensor | None
-    scale: float
-    sinks: Tensor | None  # [HQ, 3]
-    blocks: Tensor | None = None  # [B, N, HKV, n]: a selection to use
-    selection: Tensor | None = None  # [B, N, HKV, n] int32, -1: receives the one that is scored
-
-    @property
-    def new(self) -> int:
-        """Number of new tokens, N."""
-        return self.q.shape[1]
-
-    def recent(self) -> tuple[Tensor, Tensor] | None:
-        """k, v [B, w - 1 + N, HKV, *] of the window, before the new tokens are appended."""
-        shape, name = self.cache.shape, "slc" if self.cache.shape.shared else "win"
-        if "win" not in shape.branches:
-            return None
-        k, v = (self.cache.given(side, x)[f"{side}_{name}"] for side, x in self.sides())
-        return self.cache.recent(name, shape.config.window - 1, k, v, self.counts)
-
-    def sides(self):
-        return ("k", self.k), ("v", self.v)
-
-    def without_rows_behind(self, x: Tensor | Mapping[str, Tensor]) -> Any:
-        """x [B, N, *, *], or each of a mapping, with zeros in the rows that are not real."""
-        if self.counts is None:
-            return x
-        if isinstance(x, Mapping):
-            return {branch: self.without_rows_behind(one) for branch, one in x.items()}
-        row = torch.arange(self.new, device=x.device)
-        return x.masked_fill((row >= self.counts[:, None])[..., None, None], 0)
-
-    def append(self) -> None:
-        self.cache.append(self.k, self.v, self.phi, self.counts, advance=False)
 
 
 @torch.no_grad()
@@ -143,32 +106,27 @@ def names() -> list[str]:
 def _reference(call: Call, note: Note) -> Tensor:
     cache, recent, lengths = call.cache, call.recent(), call.cache.lengths
     call.append()
-    counts = torch.full_like(lengths, call.new) if call.counts is None else call.counts
-    counts = counts.clamp(0, call.new)
-    shape, k, v, ends = cache.shape, {}, {}, lengths + counts
-    bound = cache.places.bound(call.new)
+    shape, ends, k, v = cache.shape, call.ends, {}, {}
     if shape.raw_ring:
-        blocks = bound // shape.config.compress_stride
+        blocks = call.bound // shape.config.compress_stride
         k["cmp"], v["cmp"] = cache.compressed(blocks, ends)
     if "slc" in shape.branches:
-        k["slc"], v["slc"] = cache.tokens(bound, ends)
+        k["slc"], v["slc"] = cache.tokens(call.bound, ends)
     if recent is not None:
         k["win"], v["win"] = recent
     v = {branch: x for branch, x in v.items() if x is not None}
     sizes = {"branches": shape.branches, "scale": call.scale, "sinks": call.sinks}
     sizes |= {"blocks": call.blocks, "selection": call.selection}
     note("all", "reference")
-    given = call.q, k, v, call.gates, shape.config, lengths, counts
+    given = call.q, k, v, call.gates, shape.config, lengths, ends - lengths
     return reference.decode(*given, **sizes)
 
 
-def _on_torch(attend: Callable[[cached.Step, Note], dict[str, Tensor]]):
+def _on_torch(attend: Callable[[Call, Recent, Note], dict[str, Tensor]]):
     def run(call: Call, note: Note) -> Tensor:
         recent = call.recent()
         call.append()
-        chosen = call.blocks, call.selection
-        step = cached.Step(call.q, call.cache, recent, call.scale, call.counts, call.sinks, *chosen)
-        o = combine(call.gates, attend(step, note)).to(call.q.dtype)
+        o = combine(call.gates, attend(call, recent, note)).to(call.q.dtype)
         return call.without_rows_behind(o)
 
     return run
@@ -322,18 +280,10 @@ def _checked(q, k, v, gates, cache, config, phi, counts, scale, sinks, blocks) -
     for side, x in (("k", k), ("v", v)):
         cache.check_given(side, x, q.shape[1])
     wanted = (*q.shape[:3], 3)
-    check_tensor("gates", gates, f"[B, N, HQ, 3] = {wanted}")
-    if gates.shape != wanted or not gates.is_floating_point():
-        got = f"{tuple(gates.shape)} of {gates.dtype}"
-        raise ValueError(f"gates must be [B, N, HQ, 3] = {wanted} in floating point, got {got}")
+    check_sized("gates", gates, f"[B, N, HQ, 3] = {wanted} in floating point", wanted, *DTYPES)
     check_device("gates", gates, q)
     if counts is not None:
-        check_tensor("counts", counts, "[B] int32")
-        if counts.shape != (shape.batch,) or counts.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"counts must be int32 [B] = ({shape.batch},), got {tuple(counts.shape)} of "
-                f"{counts.dtype}"
-            )
+        check_counts(counts, shape.batch)
         check_device("counts", counts, q)
     phi = phi or Phi()
     if shape.raw_ring:
@@ -344,9 +294,6 @@ def _checked(q, k, v, gates, cache, config, phi, counts, scale, sinks, blocks) -
         raise ValueError(f"scale={scale} must be finite; None stands for D ** -0.5")
     if blocks is not None:
         wanted = *q.shape[:2], shape.kv_heads, shape.config.select_count
-        check_tensor("blocks", blocks, f"[B, N, HKV, n] = {wanted} in int32")
-        if tuple(blocks.shape) != wanted or blocks.dtype != torch.int32:
-            got = f"{tuple(blocks.shape)} of {blocks.dtype}"
-            raise ValueError(f"blocks must be [B, N, HKV, n] = {wanted} in int32, got {got}")
+        check_sized("blocks", blocks, f"[B, N, HKV, n] = {wanted} in int32", wanted, torch.int32)
         check_device("blocks", blocks, q)
     return Call(q, k, v, gates, cache, phi, counts, scale, checked_sinks(sinks, q), blocks)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -214,6 +215,18 @@ def check_blocks(inputs: Inputs) -> None:
 def check_tensor(name: str, x: object, wanted: str) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__} and must be a tensor {wanted}")
+
+
+def check_sized(name: str, x: Any, wanted: str, shape: tuple, *dtypes: torch.dtype) -> None:
+    """Raise ValueError unless x is a tensor of that shape and of one of these dtypes."""
+    check_tensor(name, x, wanted)
+    if tuple(x.shape) != shape or x.dtype not in dtypes:
+        raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)} of {x.dtype}")
+
+
+def check_counts(counts: Any, batch: int) -> None:
+    """Raise ValueError unless these can be the numbers of real rows of `batch` sequences."""
+    check_sized("counts", counts, f"int32 [B] = ({batch},)", (batch,), torch.int32, torch.int64)
 
 
 def _one_length(name: str, tensors: Mapping[str, Tensor], q: Tensor) -> None:

@@ -148,13 +148,13 @@ class Places:
 
     `lengths` [B] int32 counts the tokens held, `newest` [B] int32 the most that were ever held
     since a reset, `table` [B, capacity / page] int32 names each sequence's pages, -1 for none yet.
-    They are on the device, and nothing in a step waits for it: `longest`, an int, is an upper
-    bound on the lengths. If there are fewer pages than full sequences need, the table starts
-    empty and the owner of the cache fills it.
+    They are on the device, and nothing in a step waits for it: the host keeps upper bounds on the
+    lengths, `held`, a list of B ints. If there are fewer pages than full sequences need, the table
+    starts empty and the owner of the cache fills it.
     """
 
     def __init__(self, shape: CacheShape, device: torch.device | str | None = None) -> None:
-        self.shape, self.longest, self._stale = shape, 0, False
+        self.shape, self.held, self._stale = shape, [0] * shape.batch, False
         each, wanted = shape.pages_each, shape.batch * shape.pages_each
         if shape.pool >= wanted:
             table = torch.arange(wanted, dtype=torch.int32, device=device)
@@ -163,6 +163,11 @@ class Places:
         self.table = table.view(shape.batch, each)
         self.lengths = torch.zeros(shape.batch, dtype=torch.int32, device=device)
         self.newest = torch.zeros_like(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Upper bound on all lengths."""
+        return max(self.held)
 
     def bound(self, new: int = 0) -> int:
         """Upper bound on a sequence's tokens after `new` more; the capacity in a CUDA graph."""
@@ -174,36 +179,50 @@ class Places:
         """True if there may be nonzero values behind a sequence's end."""
         return self._stale or self.capturing
 
-    def room(self, new: int, counts: Tensor | None = None) -> None:
-        """ValueError unless `new` tokens (or counts [B] of them) fit every sequence.
+    def room(self, new: int | Sequence[int], counts: Tensor | None = None) -> list[int]:
+        """Return upper bounds of the lengths after `new` more tokens, one number for all sequences
+        or one for each (or counts [B] of them). ValueError unless they fit.
 
-        Waits for the GPU only if by the host's bound they may not fit.
+        Waits for the GPU only if by the host's bounds they may not fit.
         """
-        full = self.shape.capacity
-        if self.longest + new <= full:
-            return
-        if not self.capturing:
-            self.longest = int(self.lengths.max())
-            more = new if counts is None else counts.clamp(0, new)
-            if int((self.lengths + more).max()) <= full:
-                return
-        raise ValueError(
-            f"the cache is full: a sequence holds {self.longest} of {full} tokens and {new} more "
-            f"do not fit; crop or reset it, or make one with capacity={self.longest + new}"
-        )
+        full, added = self.shape.capacity, self._each(new)
+        if self.longest + max(added) > full and not self.capturing:
+            self.look()
+            added = added if counts is None else counts.clamp(0, new).tolist()
+        wanted = [held + more for held, more in zip(self.held, added, strict=True)]
+        for b, tokens in enumerate(wanted):
+            if tokens > full:
+                raise ValueError(
+                    f"the cache is full: sequence {b} has {self.held[b]} of {full} tokens and "
+                    f"{added[b]} more do not fit; a cache of capacity={tokens} would do, or crop "
+                    "or reset it"
+                )
+        return wanted
 
     def advance(self, new: int, counts: Tensor | None = None) -> None:
         """Add `new` tokens to each length, or counts [B] int32 of them, 0 to new."""
+        self.grow(new, counts)
+        self.count(new)
+
+    def grow(self, new: int, counts: Tensor | None = None) -> None:
+        """Device part of `advance`, which a CUDA graph replays; `count` is the host part."""
         if new < 0:
             raise ValueError(f"a cache cannot advance by {new} tokens; crop(lengths) shortens it")
         self.lengths.add_(new if counts is None else counts.clamp(0, new))
         self.lengths.clamp_(0, self.shape.capacity)
         torch.maximum(self.newest, self.lengths, out=self.newest)
-        self.count(new)
 
-    def count(self, new: int) -> None:
-        """Update the host's bound for an `advance` inside a replayed CUDA graph."""
-        self.longest = min(self.longest + new, self.shape.capacity)
+    def count(self, new: int | Sequence[int]) -> None:
+        """Update the host's bounds: at most so many tokens more, of all sequences or of each."""
+        full, added = self.shape.capacity, self._each(new)
+        self.held = [min(held + n, full) for held, n in zip(self.held, added, strict=True)]
+
+    def look(self) -> None:
+        """Read the lengths, so that the host's bounds are exact. Waits for the device."""
+        self.held = self.lengths.tolist()
+
+    def _each(self, new: int | Sequence[int]) -> list[int]:
+        return [new] * self.shape.batch if isinstance(new, int) else list(new)
 
     def crop(self, lengths: int | Sequence[int] | Tensor, *, check: bool = True) -> None:
         """Drop tokens of each sequence beyond `lengths`, one for all or [B].
@@ -234,7 +253,7 @@ class Places:
                         f"{max(0, most - self.shape.slack)} for certain and {keep} is overwritten; "
                         f"slack={self.shape.slack} of the cache bounds it, and 0 forgets all"
                     )
-            self.longest = max(wanted.tolist())
+            self.held = wanted.tolist()
         self._stale = True
         self.lengths.copy_(torch.minimum(wanted.clamp(min=0), self.lengths))
         self.newest.masked_fill_(self.lengths == 0, 0)
@@ -253,24 +272,23 @@ class Places:
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
         """Empty these sequences, all by default. They keep their pages."""
-        rows = slice(None) if rows is None else self.index("rows", rows)
+        rows = self.index("rows", range(self.shape.batch) if rows is None else rows)
         self._stale = True
         self.lengths[rows] = 0
         self.newest[rows] = 0
-        if isinstance(rows, slice):
-            self.longest = 0
+        for row in rows.tolist():
+            self.held[row] = 0
 
     def reorder(self, index: Tensor) -> None:
         """Replace the lengths of sequence b by those of index[b]; it keeps its own pages."""
-        self._stale = True
-        for x in (self.lengths, self.newest):
-            x.copy_(x[index])
+        self.take(self, index)
 
     def take(self, other: "Places", rows: Tensor) -> None:
-        """Copy the lengths of these rows of another cache."""
+        """Copy the lengths of these rows of another cache. Waits for the device."""
         self.lengths.copy_(other.lengths[rows])
         self.newest.copy_(other.newest[rows])
-        self.longest, self._stale = other.longest, True
+        self._stale = True
+        self.look()
 
     def state(self) -> dict[str, Tensor]:
         """Tensors to save, by name."""
@@ -280,7 +298,8 @@ class Places:
         """Restore the tensors from `state` of a cache of the same shape. Waits for the device."""
         for name, x in self.state().items():
             x.copy_(tensors[name])
-        self.longest, self._stale = int(self.lengths.max()), True
+        self._stale = True
+        self.look()
 
     def index(self, name: str, rows: Sequence[int] | Tensor) -> Tensor:
         """`rows` as int64 on the device; ValueError for indices outside the cache's sequences."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa.attention.cache import LayerCache
 from nsa.attention.decode import names
+from nsa.attention.inputs import check_counts
 from nsa.attention.places import CacheShape, Places
 from nsa.model.config import ModelConfig, check_config
 from nsa.model.pages import Pages
@@ -72,7 +73,6 @@ class NSACache:
         self.pages = None
         if page is not None:
             self.pages = Pages(self.places.table, page, self.shape.pool)
-        self.held = [0] * self.shape.batch  # upper bounds of the lengths on the host
         angles = {"device": device, "scale": config.rope_scale}
         self.tables = rotary_tables(
             self.shape.capacity, config.head_dim, config.rope_base, **angles
@@ -88,7 +88,7 @@ class NSACache:
     @property
     def longest(self) -> int:
         """Upper bound on all lengths."""
-        return max(self.held)
+        return self.places.longest
 
     @property
     def device(self) -> torch.device:
@@ -137,11 +137,7 @@ class NSACache:
         if counts is None:
             return None, tokens.shape[1]
         counts = torch.as_tensor(counts)
-        if counts.shape != (self.shape.batch,) or counts.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"counts must be int32 [B] = ({self.shape.batch},), got {tuple(counts.shape)} of "
-                f"{counts.dtype}"
-            )
+        check_counts(counts, self.shape.batch)
         if counts.device.type != "cpu":
             return counts, tokens.shape[1]
         known = counts.tolist()
@@ -155,18 +151,7 @@ class NSACache:
         ValueError, without any change, if a sequence or the page pool would overflow. Waits for the
         device only if by the host's bound the tokens may not fit.
         """
-        added = self._each(new)
-        full, wanted = self.shape.capacity, [h + n for h, n in zip(self.held, added, strict=True)]
-        if max(wanted) > full:
-            self._look()
-            wanted = [h + n for h, n in zip(self.held, added, strict=True)]
-        for row, tokens in enumerate(wanted):
-            if tokens > full:
-                raise ValueError(
-                    f"the cache is full: sequence {row} has {self.held[row]} of {full} tokens and "
-                    f"{added[row]} more do not fit; NSACache(..., capacity={tokens}) would do, or "
-                    "crop or reset it"
-                )
+        wanted = self.places.room(new)
         if self.pages is not None:
             self.pages.reserve(wanted)
 
@@ -174,14 +159,12 @@ class NSACache:
         """Add `new` tokens to each sequence of all layers, or counts [B] of them: the device part,
         which a CUDA graph replays; `count` is the host part."""
         self._step[0].copy_(self.lengths)
-        self.places.advance(new, counts)
+        self.places.grow(new, counts)
         self._step[1].copy_(self.lengths)
 
     def count(self, new: int | Sequence[int]) -> None:
         """Update the host's bounds for an `advance`: at most this many tokens more."""
-        full = self.shape.capacity
-        self.held = [min(h + n, full) for h, n in zip(self.held, self._each(new), strict=True)]
-        self.places.longest = self.longest
+        self.places.count(new)
 
     def rotary(self, new: int) -> Rotary:
         """Rotary tables of the next `new` tokens of each sequence."""
@@ -199,12 +182,14 @@ class NSACache:
         before, newest = self.lengths.clone(), self.places.newest.clone()
         self.places.crop(lengths, check=check)
         try:
-            if check or (self.pages is not None and self.pages.shared):
-                self._own_pages(self.lengths.tolist())
+            if self.pages is not None and (check or self.pages.shared):
+                self.places.look()
+                same = range(self.shape.batch)
+                self._copy(*self.pages.reorder(same, self.places.held, self._back))
         except ValueError:
             self.lengths.copy_(before)
             self.places.newest.copy_(newest)
-            self._look()
+            self.places.look()
             raise
         self._drop(before)
 
@@ -229,7 +214,6 @@ class NSACache:
         for layer in self.layers:
             layer.reorder_rings(rows)
         self.places.reorder(rows)
-        self._look()
         self._drop(before)
 
     @torch.no_grad()
@@ -245,15 +229,14 @@ class NSACache:
         new = [cut._pages_of(row, n) for row, n in enumerate(lengths)]
         source, target = ([page for own in pages for page in own] for pages in (held, new))
         for layer, other in zip(self.layers, cut.layers, strict=True):
-            for name in self.shape.tensors():
-                old, made = getattr(layer, name), getattr(other, name)
+            for name, old in layer.tensors.items():
+                made = other.tensors[name]
                 if name.endswith(("slc", "cmp")):
                     most = min(old.shape[1], made.shape[1])  # of a page, or of a sequence
                     made[target, :most] = old[source, :most]
                 else:
                     made.copy_(old[rows])
         cut.places.take(self.places, rows)
-        cut._look()
         return cut
 
     @torch.no_grad()
@@ -262,11 +245,9 @@ class NSACache:
         before = self.lengths.clone()
         self.places.reset(rows)
         self._drop(before)
-        for row in range(self.shape.batch) if rows is None else rows:
-            self.held[row] = 0
-            if self.pages is not None:
+        if self.pages is not None:
+            for row in range(self.shape.batch) if rows is None else rows:
                 self.pages.release(row)
-        self.places.longest = self.longest
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the cache to one file atomically."""
@@ -276,10 +257,7 @@ class NSACache:
             "config": self.config.to_dict(),
             "shape": self.shape.to_dict(),
             "backend": self.backend,
-            "layers": [
-                {name: getattr(layer, name) for name in self.shape.tensors()}
-                for layer in self.layers
-            ],
+            "layers": [layer.tensors for layer in self.layers],
             "places": self.places.state(),
             "pages": None if self.pages is None else self.pages.of,
             "step": self._step,
@@ -299,14 +277,13 @@ class NSACache:
             backend=state["backend"], **sizes,
         )  # fmt: skip
         for layer, saved in zip(made.layers, state["layers"], strict=True):
-            for name in shape.tensors():
-                getattr(layer, name).copy_(saved[name])
+            for name, x in layer.tensors.items():
+                x.copy_(saved[name])
         made.places.restore(state["places"])
         if made.pages is not None:
             made.pages.restore(state["pages"])
         made._step.copy_(state["step"])
         made._dropped.copy_(state["dropped"])
-        made._look()
         return made
 
     def record(self) -> dict[str, Any]:
@@ -331,25 +308,10 @@ class NSACache:
         """Number of newest tokens whose compressed keys may still have to be written."""
         return self.config.nsa.compress_block - 1
 
-    def _each(self, new: int | Sequence[int]) -> list[int]:
-        return [new] * self.shape.batch if isinstance(new, int) else list(new)
-
-    def _look(self) -> None:
-        """Read the lengths, so that the host's bounds are exact."""
-        self.held = self.lengths.tolist()
-        self.places.longest = self.longest
-
-    def _own_pages(self, lengths: list[int]) -> None:
-        if self.pages is not None:
-            same = range(self.shape.batch)
-            self._copy(*self.pages.reorder(same, lengths, self._back))
-        self.held = lengths
-        self.places.longest = self.longest
-
     def _copy(self, source: list[int], target: list[int]) -> None:
         if source:
             for layer in self.layers:
-                layer.copy_pages(torch.tensor(source), torch.tensor(target))
+                layer.copy_pages(source, target)
 
     def _drop(self, before: Tensor) -> None:
         """Count the keys read by sequences whose lengths have changed from `before`."""

@@ -4,7 +4,6 @@ A batch is a function of (seed, step) alone, so a trial that starts at step 5 ge
 as one that started at 0. Tokens are drawn on the CPU, so they are the same for every device.
 """
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -15,7 +14,9 @@ import tempfile
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +32,6 @@ from nsa.parallel.layout import IGNORED
 
 EVALUATION = 2**40  # first evaluation batch, beyond any training
 _NOT_TEXT = {"__pycache__", "site-packages", "dist-packages"}
-_POLL_S = 0.1
 _CHUNK = 1 << 20  # bytes
 
 Device = str | torch.device
@@ -112,9 +112,7 @@ class Text:
                 f"target need {tokens + 1}; name a larger file or folder, or take at most "
                 f"{len(self.data) - 1} tokens"
             )
-        random = generator(self.seed, step)
-        starts = torch.randint(len(self.data) - tokens, (batch, 1), generator=random)
-        return with_successors(self.data[starts + torch.arange(tokens + 1)].long(), device)
+        return with_successors(passages(self.data, self.seed, step, batch, tokens).long(), device)
 
     def record(self) -> dict:
         """Record of the text for a run, to check that another machine read the same bytes."""
@@ -185,6 +183,13 @@ def generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
 
 
+def passages(data: Tensor, seed: int, step: int, batch: int, tokens: int) -> Tensor:
+    """`batch` passages of tokens + 1 entries of data [N], drawn by (seed, step)."""
+    random = generator(seed, step)
+    starts = torch.randint(len(data) - tokens, (batch, 1), generator=random)
+    return data[starts + torch.arange(tokens + 1)]
+
+
 def with_successors(drawn: Tensor, device: Device) -> Batch:
     """Split drawn [B, T + 1] into T tokens per row and each token's successor as its target."""
     drawn = drawn.to(device)
@@ -197,7 +202,7 @@ class Share:
 
     tokens: Tensor
     targets: Tensor
-    weights: Tensor | None
+    weights: Tensor | None = None
     accumulate: int = 1
 
     def micro(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
@@ -219,12 +224,7 @@ class Share:
                 return x.pin_memory().to(device, non_blocking=True)
             return x.to(device)
 
-        return self.each(moved)
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Share":
-        """Apply `change` to each tensor."""
-        tensors = (self.tokens, self.targets, self.weights)
-        return Share(*(None if x is None else change(x) for x in tensors), self.accumulate)
+        return Share(*map(moved, self.tensors()), accumulate=self.accumulate)
 
 
 def share_of(
@@ -278,20 +278,24 @@ class Prefetch:
         self.wait_s = self.waited_s = 0.0
         self.waits_s = array("d")
         self._thread, self._closed = None, False
+        self._ahead: deque[tuple[tuple[int, int, int], Future]] = deque()
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """`data.batch(...)`, in pinned memory where useful. ValueError once closed."""
         if self._closed:
             raise ValueError(f"step {step}: this Prefetch was closed; make another")
         started = time.perf_counter()
-        if self._thread is None or self._next != (step, batch, tokens):
-            self._start(step, batch, tokens)
+        if not self._ahead or self._ahead[0][0] != (step, batch, tokens):
+            self._stop()
+            self._start()
+        for later in range(step + len(self._ahead), step + self.depth + 2):
+            self._ahead.append(((later, batch, tokens), Future()))
+            self._asked.put(self._ahead[-1])
         try:
-            drawn = self._drawn.get()
-            if isinstance(drawn, BaseException):
-                drawn.add_note(f"while the batch of step {step} was drawn ahead")
-                raise drawn
-            self._next = (step + 1, batch, tokens)
+            _, drawn = self._ahead.popleft()
+            if error := drawn.exception():  # waits for it
+                error.add_note(f"while the batch of step {step} was drawn ahead")
+                raise error
         except BaseException:
             self._stop()  # so that the step can be tried again
             raise
@@ -299,8 +303,8 @@ class Prefetch:
         self.waited_s += self.wait_s
         self.waits_s.append(self.wait_s)
         if torch.device(device).type == "cpu":
-            return drawn
-        ids, targets = (x.to(device, non_blocking=self.pin) for x in drawn)
+            return drawn.result()
+        ids, targets = (x.to(device, non_blocking=self.pin) for x in drawn.result())
         return ids, targets
 
     def record(self) -> dict[str, Any]:
@@ -319,22 +323,21 @@ class Prefetch:
         self._closed = True
         self._stop()
 
-    def _start(self, *first: int) -> None:
-        self._stop()
-        self._next, self._drawn = first, queue.Queue(maxsize=self.depth)
-        self._stopped = threading.Event()
-        given = (self.data, first, self.pin, self._drawn, self._stopped)
+    def _start(self) -> None:
+        self._asked = queue.SimpleQueue()
+        given = self.data, self.pin, self._asked
         self._thread = threading.Thread(target=_draw, args=given, name="nsa-prefetch", daemon=True)
         self._thread.start()
 
-    def _stop(self) -> None:
-        while self._thread is not None:
-            self._stopped.set()
-            with contextlib.suppress(queue.Empty):
-                self._drawn.get_nowait()  # so that it does not wait for room
-            self._thread.join(_POLL_S)
-            if not self._thread.is_alive():
-                self._thread = None
+    def _stop(self, wait: bool = True) -> None:
+        if self._thread is not None:
+            for _, drawn in self._ahead:
+                drawn.cancel()
+            self._ahead.clear()
+            self._asked.put(None)
+            if wait:
+                self._thread.join()
+            self._thread = None
 
     def __enter__(self) -> "Prefetch":
         return self
@@ -343,26 +346,18 @@ class Prefetch:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_thread", None) is not None:
-            self._stopped.set()  # and the thread is not waited for
+        if hasattr(self, "_ahead"):
+            self._stop(wait=False)
 
 
-def _draw(
-    data: Data, first: tuple[int, int, int], pin: bool, drawn: queue.Queue, stopped: threading.Event
-) -> None:
-    """Draw consecutive batches, starting at one step; an error is passed on as the last item."""
-    step, batch, tokens = first
-    found = None
-    while not stopped.is_set() and not isinstance(found, BaseException):
-        try:
-            found = tuple(data.batch(step, batch, tokens))
-            if pin:
-                found = tuple(x if x.is_pinned() else x.pin_memory() for x in found)
-        except BaseException as error:
-            found = error
-        put = False
-        while not put and not stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                drawn.put(found, timeout=_POLL_S)
-                put = True
-        step += 1
+def _draw(data: Data, pin: bool, asked: queue.SimpleQueue) -> None:
+    """Draw the batches that are asked for, in order, up to None or an error."""
+    while (one := asked.get()) is not None:
+        sizes, drawn = one
+        if drawn.set_running_or_notify_cancel():
+            try:
+                found = data.batch(*sizes)
+                drawn.set_result(tuple(x.pin_memory() if pin else x for x in found))
+            except BaseException as error:
+                drawn.set_exception(error)
+                return

@@ -6,30 +6,20 @@ An implementation gains nothing by doing more work than necessary.
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import torch
 from torch import nn
 
-from nsa.blocks import compressed_span, count_compressed, window_span
-from nsa.config import NSAConfig
+from nsa.blocks import count_compressed
+from nsa.config import BRANCHES, NSAConfig
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
+from nsa.model.reads import keys_read
 
 
 def pairs(tokens: int, config: NSAConfig) -> dict[str, int]:
     """Pairs of a query and a visible key, per head and sequence: cmp, slc, win and dense."""
-    t = np.arange(tokens, dtype=np.int64)
-    compressed, window = compressed_span(config), window_span(config)
-    cmp = np.maximum(0, compressed.ended(t))
-    own = t // config.select_block
-    others = np.minimum(config.select_count, own + 1) - 1
-    slc = others * config.select_block + t % config.select_block + 1
-    return {
-        "cmp": int(cmp.sum()),
-        "slc": int(slc.sum()),
-        "win": int(np.minimum(t + 1, window.lookback).sum()),
-        "dense": int((t + 1).sum()),
-    }
+    read = keys_read(torch.tensor([tokens], device="cpu"), config)[0].tolist()
+    return dict(zip(BRANCHES, read, strict=True)) | {"dense": tokens * (tokens + 1) // 2}
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ def step_flops(config: ModelConfig, tokens: int, batch: int) -> StepFlops:
     a_token, a_block = _multiplied(config)
     multiplied = tokens * a_token + count_compressed(tokens, config.nsa) * a_block
     seen = pairs(tokens, config.nsa)
-    branches = ("dense",) if config.attention == "dense" else ("cmp", "slc", "win")
+    branches = ("dense",) if config.attention == "dense" else BRANCHES
     forward = batch * config.heads * 2 * (config.head_dim + config.value_size)
     attention = 3 * config.layers * forward * sum(seen[branch] for branch in branches)
     return StepFlops(weights=6 * batch * multiplied, attention=attention)

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from nsa.model.cache import NSACache
+from nsa.model.capture import CapturedStep
 from nsa.model.config import check_int
 from nsa.model.llama import LanguageModel
 from nsa.model.sampling import Sampling
-from nsa.model.train import on_stream
 
 WARMUP = 2  # eager steps before one is captured
 
@@ -135,13 +134,14 @@ class Generation:
         self.tokens: list[list[int]] = [[] for _ in lengths]
         self.first_token_s = self.total_s = float("nan")
         self._ids, self._chunk, self.cuda_graph = ids, chunk, graph
-        self._graph, self._warm = None, 0
         device, batch = model.embed_tokens.weight.device, len(lengths)
         self._numbers = sampling.numbers(batch, count, device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._newest = torch.zeros(batch, dtype=torch.int64, device=device)
         # How many tokens of each sequence a step stores: 0 once it has ended.
         self._open = None if end is None else torch.ones(batch, dtype=torch.int32, device=device)
+        stream = torch.cuda.Stream(device) if graph else None
+        self._graph = CapturedStep(self._body, stream, WARMUP) if graph else None
         self._steps = self._run()
 
     def __iter__(self) -> Iterator[list[int | None]]:
@@ -177,8 +177,16 @@ class Generation:
             "cache": self.cache.record(),
         }
 
-    @torch.no_grad()
     def _run(self) -> Iterator[list[int | None]]:
+        try:
+            yield from self._generated()
+        finally:
+            if self._graph is not None:  # it holds this object, and so the cache
+                self._graph.release()
+                self._graph = None
+
+    @torch.no_grad()
+    def _generated(self) -> Iterator[list[int | None]]:
         started = time.perf_counter()
         self._take(self._prefill())
         yield self._told(self._sent(), started)
@@ -217,29 +225,17 @@ class Generation:
     def _decode(self) -> None:
         """Compute one more token of each sequence that has not ended."""
         self.cache.reserve(1)
-        if not self.cuda_graph:
+        if self._graph is None:
             self._body()
-        elif self._warm < WARMUP:
-            self._warm += 1
-            with on_stream(self._stream):
-                self._body()
         else:
-            if self._graph is None:
-                self._graph = torch.cuda.CUDAGraph()
-                mode = {"stream": self._stream, "capture_error_mode": "thread_local"}
-                with torch.cuda.graph(self._graph, **mode):
-                    self._body()
-            self._graph.replay()
+            self._graph()
         self.cache.count(1)
 
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._newest.device)
-
-    def _body(self) -> None:
+    def _body(self) -> tuple[()]:
         """Device part of a step, which a CUDA graph replays."""
         x = self.model.step(self._newest[:, None], self.cache, self._open)
         self._take(self.model.logits(x)[:, -1])
+        return ()
 
     def _take(self, logits: Float[Tensor, "B V"]) -> None:
         """Draw the next tokens in place, without the host."""

@@ -105,10 +105,15 @@ def build(
     for split, part in parts.items():
         os.replace(part, folder / f"{split}.bin")
     # Last, and whole, so that a folder with a manifest is complete.
-    listed = folder / f".manifest.{os.getpid()}.part"
-    listed.write_text(json.dumps(manifest), encoding="utf-8")
-    os.replace(listed, folder / "manifest.json")
+    write(folder / "manifest.json", json.dumps(manifest).encode())
     return Shards(folder, manifest)
+
+
+def write(file: Path, content: bytes) -> None:
+    """Write the file atomically."""
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    part.write_bytes(content)
+    os.replace(part, file)
 
 
 def opened(folder: str | os.PathLike) -> Shards:

@@ -22,8 +22,8 @@ from jaxtyping import UInt16
 from torch import Tensor
 
 from nsa.model.config import check_int
-from nsa.model.data import Batch, Device, check_sizes, generator, with_successors
-from nsa.model.shards import END, SPLITS, Shards
+from nsa.model.data import Batch, Device, check_sizes, passages, with_successors
+from nsa.model.shards import END, SPLITS, Shards, write
 from nsa.spelling import choice
 
 VOCAB = 4096
@@ -66,11 +66,8 @@ class Tokens:
                 f"{self.name}: got {len(self.ids)} tokens, but T = {tokens} and the last one's "
                 f"target need {tokens + 1}; build larger shards, or take a shorter T"
             )
-        starts = torch.randint(
-            len(self.ids) - tokens, (batch, 1), generator=generator(self.seed, step)
-        )
-        drawn = self.ids.view(torch.int16)[starts + torch.arange(tokens + 1)].long() & 0xFFFF
-        return with_successors(drawn, device)
+        drawn = passages(self.ids.view(torch.int16), self.seed, step, batch, tokens)
+        return with_successors(drawn.long() & 0xFFFF, device)
 
     def record(self) -> dict[str, Any]:
         """Facts for a run's record, with bytes a token, by which bits a byte are computed."""
@@ -115,17 +112,17 @@ def tokenize(shards: Shards, vocab: int = VOCAB) -> Shards:
     text = made.to_str().encode()
     facts = {"library": f"tokenizers {library.__version__}", "vocab": vocab, "tokens": {}}
     facts |= {"sha256": hashlib.sha256(text).hexdigest(), "ids_sha256": {}}
-    _write(shards.folder / FILE, text)
+    write(shards.folder / FILE, text)
     for split in SPLITS:
         files, ids = _files(shards, split), []
         while few := list(islice(files, AT_ONCE)):
             ids += [np.array(one.ids, np.uint16) for one in made.encode_batch_fast(few)]
         ids = np.concatenate(ids).tobytes()
-        _write(shards.folder / f"{split}.ids", ids)
+        write(shards.folder / f"{split}.ids", ids)
         facts["tokens"][split] = len(ids) // 2
         facts["ids_sha256"][split] = hashlib.sha256(ids).hexdigest()
     manifest = shards.manifest | {"tokenizer": facts}
-    _write(shards.folder / "manifest.json", json.dumps(manifest).encode())
+    write(shards.folder / "manifest.json", json.dumps(manifest).encode())
     return replace(shards, manifest=manifest)
 
 
@@ -181,12 +178,6 @@ def _files(shards: Shards, split: str) -> Iterator[str]:
     """Each file's text, with the byte that ends it."""
     whole = (shards.folder / f"{split}.bin").read_bytes()
     return (part.decode() + END.decode() for part in whole.split(END) if part)
-
-
-def _write(file: Path, content: bytes) -> None:
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    part.write_bytes(content)
-    os.replace(part, file)
 
 
 def _library() -> Any:

@@ -2,8 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from nsa.attention import witness
 from nsa.model import saving
+from nsa.model.capture import CapturedStep, on_stream
 from nsa.model.data import EVALUATION, Data, Device, Share, share_of
 from nsa.model.parallel import SINGLE, Parallel, check_gathered
 from nsa.model.train_config import TrainConfig, adamw, autocast, check_weights, set_rate
@@ -144,7 +144,7 @@ class Trainer:
                 loss, *vitals = self._train_on(share, partial(self._enter, step=step))
             else:
                 self._enter("graph", step)
-                loss, *vitals = self._captured(share)
+                loss, *vitals = self._captured(*share.tensors())
             self.vitals = vitals[0] if vitals else None
             self._drop_gradients()
             self._enter("end", step)
@@ -277,11 +277,15 @@ class Trainer:
         share = share_of(*batch, self.parallel, self.config.accumulate, self._rows, self._multiple)
         return share.to(self.device)
 
-    def _capture(self) -> "CapturedStep | None":
+    def _capture(self) -> CapturedStep | None:
         if not self.config.cuda_graph:
             return None
-        # A graph has no phases: what observers do must not be captured.
-        body = partial(self._train_on, enter=lambda phase: None)
+
+        def body(*given: Tensor) -> tuple[Tensor, ...]:
+            share = Share(*given, accumulate=self.config.accumulate)
+            # A graph has no phases: what observers do must not be captured.
+            return self._train_on(share, enter=lambda phase: None)
+
         return CapturedStep(body, self._stream, warmup_steps(self.parallel))
 
     def _drop_gradients(self) -> None:
@@ -300,68 +304,6 @@ def _methods(observers: Iterable[Any], name: str) -> tuple[Any, ...]:
 def warmup_steps(parallel: Parallel) -> int:
     """Number of eager steps before the captured one."""
     return DDP_WARMUP if parallel.kind == "ddp" else WARMUP
-
-
-@contextmanager
-def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Launch work inside on `stream`, ordered after and before the current stream's work."""
-    if stream is None:
-        yield
-        return
-    current = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
-
-
-class CapturedStep:
-    """body(share) -> (loss, ...), replayed from a CUDA graph.
-
-    The first `warmup` calls run the body eagerly, on the stream of the later capture, on which DDP
-    must have been constructed too; the next one captures it. Inputs are copied into buffers that
-    the graph reads, so batches must keep their shapes. The graph's memory stays allocated. Ranks
-    capture and replay together, and must `release` it before they leave the process group.
-    """
-
-    def __init__(
-        self, body: Callable[[Share], tuple[Tensor, ...]], stream: torch.cuda.Stream, warmup: int
-    ) -> None:
-        self.body, self.stream, self.warmup, self.calls = body, stream, warmup, 0
-        self.device = stream.device
-        self.graph = self.buffers = self.found = None
-
-    def __call__(self, share: Share) -> tuple[Tensor, ...]:
-        self.calls += 1
-        if self.calls <= self.warmup:
-            current = torch.cuda.current_stream(self.device)
-            with on_stream(self.stream):
-                found = self.body(share)
-            for x in share.tensors():
-                x.record_stream(self.stream)
-            for x in found:
-                x.record_stream(current)
-            return found
-        if self.graph is None:
-            self._capture(share)
-        for buffer, x in zip(self.buffers.tensors(), share.tensors(), strict=True):
-            buffer.copy_(x, non_blocking=True)
-        self.graph.replay()
-        return tuple(x.clone() for x in self.found)  # the next replay overwrites them
-
-    def release(self) -> None:
-        """Wait for the graph and free it and its memory; the next call captures another."""
-        if self.graph is not None:
-            torch.cuda.synchronize(self.device)
-            self.graph.reset()
-        self.graph = self.buffers = self.found = None
-
-    def _capture(self, share: Share) -> None:
-        self.buffers, graph = share.each(Tensor.clone), torch.cuda.CUDAGraph()
-        # Other threads may pin memory meanwhile.
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.found = self.body(self.buffers)
-        self.graph = graph
 
 
 def check_shared(config: TrainConfig, cp: int, multiple: int) -> Layout:

@@ -36,6 +36,11 @@ class Growth:
         return LayerCache(replace(shape, **changes), device=device)
 
 
+def contents(cache: LayerCache) -> dict[str, Tensor]:
+    """All tensors of a cache by name, those of its places too."""
+    return cache.tensors | cache.places.state()
+
+
 def arguments(drawn: Drawn, growth: Growth, cache: LayerCache):
     """(q, k, v, gates, phi) with one tensor for slc and win where the cache shares it, and rotary
     tables that cover its capacity."""

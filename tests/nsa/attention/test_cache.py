@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cached_cases import Growth, arguments, random_growth, whole
+from cached_cases import Growth, arguments, contents, random_growth, whole
 from cases import TINY, Case, draw
 
 from nsa.attention.cache import LayerCache
@@ -27,20 +27,6 @@ def part(given, rows, index=slice(None)):
 def step(given, cache, rows, **options):
     q, k, v, gates, phi = part(given, rows)
     return nsa_decode(q, k, v, gates, cache, phi=phi, **{"backend": "gather"} | options)
-
-
-@pytest.mark.parametrize("page", [None, 8, 24])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("branches", [BRANCHES, ("cmp",), ("slc",), ("win",), ("slc", "win")])
-def test_bytes_are_known_before_anything_is_allocated(branches, shared, page):
-    growth = replace(GROWTH, branches=branches, shared=shared, page=page)
-    for dtype in (torch.bfloat16, torch.float32):
-        cache = growth.cache(dtype)
-        storages = {x.untyped_storage() for x in cache.state()[1].values()}
-        sizes = {s._cdata: s.nbytes() for s in storages}
-        places = cache.shape.places_bytes
-        assert sum(sizes.values()) == cache.shape.bytes + places
-        assert cache.bytes == cache.shape.bytes
 
 
 def test_the_bytes_of_the_papers_sizes_are_those_of_its_tensors():
@@ -100,7 +86,7 @@ def test_a_crop_that_the_rings_do_not_hold_is_refused_and_changes_nothing():
     cache = GROWTH.cache(torch.float64)
     given = arguments(draw(CASE), GROWTH, cache)
     step(given, cache, slice(0, 40))
-    before = [x.clone() for x in cache.state()[1].values()]
+    before = [x.clone() for x in contents(cache).values()]
     for lengths, message in (
         (41, "sequence 0 holds 40 tokens and cannot be cropped to 41"),
         ([40, 40, -1], "sequence 2 holds 40 .* to -1"),
@@ -111,7 +97,7 @@ def test_a_crop_that_the_rings_do_not_hold_is_refused_and_changes_nothing():
             cache.crop(lengths)
     with pytest.raises(ValueError, match="cannot advance by -1"):
         cache.advance(-1)
-    after = cache.state()[1].values()
+    after = contents(cache).values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     cache.crop([40, 24, 0])
     assert cache.lengths.tolist() == [40, 24, 0]
@@ -142,64 +128,6 @@ def test_a_crop_goes_back_as_far_as_the_windows_ring_and_no_further():
     check_regrown(40, 23, growth)
     with pytest.raises(ValueError, match="sequence 0 has held 40 tokens"):
         check_regrown(40, 22, growth)
-
-
-@pytest.mark.parametrize("page", [None, 8])
-def test_a_reordered_cache_goes_on_as_the_other_sequences(page):
-    growth = replace(GROWTH, lengths=(40, 40, 40), page=page)
-    cache = growth.cache(torch.float64)
-    given = arguments(draw(CASE), growth, cache)
-    want = whole(*given, growth)
-    step(given, cache, slice(0, 23), counts=torch.tensor([23, 20, 23], dtype=torch.int32))
-    cache.reorder([1, 0, 0])
-    assert cache.lengths.tolist() == [20, 23, 23]
-    order = torch.tensor([1, 0, 0])
-    rest = [(20, 30), (23, 33), (23, 33)]
-    q, k, v, gates, phi = given
-    new = [torch.stack([x[b, a:e] for b, (a, e) in zip(order, rest, strict=True)]) for x in (
-        q, gates)]  # fmt: skip
-    k, v = (
-        {n: torch.stack([x[b, a:e] for b, (a, e) in zip(order, rest, strict=True)])
-         for n, x in side.items()} for side in (k, v)
-    )  # fmt: skip
-    got = nsa_decode(new[0], k, v, new[1], cache, phi=phi, strict=True)
-    expected = torch.stack([want[b, a:e] for b, (a, e) in zip(order, rest, strict=True)])
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("page", [None, 8])
-def test_selected_sequences_and_saved_ones_go_on_alone(page, tmp_path):
-    growth = replace(GROWTH, lengths=(40, 40, 40), page=page)
-    cache = growth.cache(torch.float64)
-    if page:
-        cache.table.copy_(torch.randperm(cache.shape.pool).view_as(cache.table))
-    given = arguments(draw(CASE), growth, cache)
-    step(given, cache, slice(0, 21))
-    shape, tensors = cache.state()
-    torch.save((shape, tensors), tmp_path / "cache.pt")
-    saved = LayerCache.from_state(*torch.load(tmp_path / "cache.pt"))
-    chosen, before = cache.select([2, 0]), cache.k_slc.clone()
-    want = step(given, cache, slice(21, 40))
-    assert torch.equal(step(given, saved, slice(21, 40)), want)
-    assert saved.longest == 40
-    q, k, v, gates, phi = part(given, slice(21, 40), torch.tensor([2, 0]))
-    got = nsa_decode(q, k, v, gates, chosen, phi=phi, strict=True)
-    torch.testing.assert_close(got, want[[2, 0]], rtol=0, atol=1e-12)
-    assert not torch.equal(cache.k_slc, before) and chosen.k_slc.shape != before.shape
-
-
-def test_a_state_of_other_sizes_is_refused():
-    shape, tensors = GROWTH.cache(torch.float64).state()
-    for changes, message in (
-        ({"k_win": tensors["k_win"][:, 1:]}, r"saved k_win must be \(3, 32, 2, 8\), got"),
-        ({"k_win": tensors["k_win"].float()}, "saved k_win is torch.float32, wanted"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LayerCache.from_state(shape, tensors | changes)
-    with pytest.raises(ValueError, match=r"saved v_cmp must be .* got none"):
-        LayerCache.from_state(shape, {n: x for n, x in tensors.items() if n != "v_cmp"})
-    with pytest.raises(ValueError, match="unknown or missing: batches"):
-        LayerCache.from_state(shape | {"batches": 1}, tensors)
 
 
 @pytest.mark.parametrize("page", [None, 8])
@@ -291,7 +219,7 @@ def test_lengths_that_run_backwards_behind_the_caches_back_are_named_in_strict_m
     given = arguments(draw(CASE), GROWTH, cache)
     step(given, cache, slice(0, 40))
     cache.lengths[1] = 3
-    cache.places.longest = 3
+    cache.places.held = [3] * 3
     with pytest.raises(ValueError, match=r"lengths\[1\]=3 runs backwards: 40 tokens"):
         nsa_decode(*part(given, slice(0, 1))[:4], cache, strict=True)
 
@@ -300,12 +228,12 @@ def test_a_full_cache_is_refused_with_what_would_do_and_nothing_is_overwritten()
     cache = GROWTH.cache(torch.float64)
     given = arguments(draw(CASE), GROWTH, cache)
     step(given, cache, slice(0, 38))
-    before = [x.clone() for x in cache.state()[1].values()]
+    before = [x.clone() for x in contents(cache).values()]
     for call in (lambda: step(given, cache, slice(0, 3)), lambda: cache.append(*part(given,
             slice(0, 3))[1:3])):  # fmt: skip
-        with pytest.raises(ValueError, match=r"holds 38 of 40 tokens and 3 more .* capacity=41"):
+        with pytest.raises(ValueError, match=r"0 has 38 of 40 tokens and 3 more .* capacity=41"):
             call()
-    after = cache.state()[1].values()
+    after = contents(cache).values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     none_more = torch.tensor([2, 0, 1], dtype=torch.int32)
     step(given, cache, slice(0, 3), counts=none_more)  # these do fit
@@ -319,7 +247,7 @@ def test_the_longest_sequence_says_what_is_read_and_whether_more_fit(backend):
     cache = growth.cache(torch.float64)
     given = arguments(draw(CASE), growth, cache)
     step(given, cache, slice(0, 36), counts=torch.tensor([12, 36, 0], dtype=torch.int32))
-    cache.places.longest = 40  # as if others had been stored and forgotten
+    cache.places.held = [40] * 3  # as if others had been stored and forgotten
     held = torch.tensor([12, 36, 0])
     q, k, v, gates, phi = given
     ahead = torch.arange(3)[:, None], held[:, None] + torch.arange(4)
@@ -327,7 +255,7 @@ def test_the_longest_sequence_says_what_is_read_and_whether_more_fit(backend):
     got = nsa_decode(q[ahead], k, v, gates[ahead], cache, phi=phi, backend=backend)
     torch.testing.assert_close(got, whole(*given, growth)[ahead], rtol=0, atol=1e-12)
     assert cache.longest == 40 and cache.lengths.tolist() == [16, 40, 4]
-    with pytest.raises(ValueError, match="holds 40 of 40 tokens and 1 more"):
+    with pytest.raises(ValueError, match="1 has 40 of 40 tokens and 1 more"):
         step(given, cache, slice(0, 1))
 
 
@@ -382,6 +310,13 @@ def test_layers_that_share_places_advance_together():
 def test_a_shape_that_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(CacheShape(TINY, 2, 40, 1, 8, 8), **changes)
+
+
+def test_a_stored_shape_is_restored_and_one_of_other_fields_is_refused():
+    shape = CacheShape(TINY, 2, 40, 1, 8, 8, page=8)
+    assert CacheShape.from_dict(shape.to_dict()) == shape
+    with pytest.raises(ValueError, match="unknown or missing: batches"):
+        CacheShape.from_dict(shape.to_dict() | {"batches": 1})
 
 
 def test_random_cases_with_shared_pages_reach_every_layout():

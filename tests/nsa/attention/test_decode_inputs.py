@@ -1,13 +1,13 @@
 """Refusals of `nsa_decode` before anything is written, with what it got and what would do."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
-from cached_cases import Growth, arguments
+from cached_cases import Growth, arguments, contents
 from cases import TINY, Case, draw
 
-from nsa.attention.cache import LayerCache
 from nsa.attention.decode import nsa_decode
 from nsa.attention.registry import Declined
 
@@ -71,10 +71,10 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_what_does_not_fit_is_refused_and_nothing_is_overwritten(call, changes, message):
     cache = call.good["cache"]
-    before = [x.clone() for x in cache.state()[1].values()]
+    before = [x.clone() for x in contents(cache).values()]
     with pytest.raises(ValueError, match=message):
         call(**changes)
-    after = cache.state()[1].values()
+    after = contents(cache).values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert cache.longest == 8
     call()  # it is as good as before
@@ -120,12 +120,11 @@ def test_the_kernels_take_as_many_new_tokens_as_the_slack(call, new):
 
 @pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
 def test_counts_out_of_range_store_and_attend_as_the_nearest_in_range(call, backend):
-    shape, tensors = call.good["cache"].state()
     outputs, states = [], []
     for given in ((-5, 9), (0, 3)):
-        cache = LayerCache.from_state(shape, tensors)
+        cache = deepcopy(call.good["cache"])
         outputs.append(call(cache=cache, backend=backend, **counts(*given)))
-        states.append(cache.state()[1])
+        states.append(contents(cache))
         assert cache.lengths.tolist() == [8, 11]
     assert torch.equal(*outputs)
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())

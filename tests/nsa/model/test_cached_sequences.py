@@ -36,7 +36,7 @@ def test_a_draft_that_is_cropped_leaves_no_trace(page, shared_kv):
         model(draft, cache=cache)
         length = [held + count for held, count in zip(length, kept, strict=True)]
         cache.crop(length)
-        assert cache.lengths.tolist() == cache.held == length
+        assert cache.lengths.tolist() == cache.places.held == length
     rest = torch.stack([ids[row, length[row] :][:4] for row in (0, 1)])
     found = model(rest, cache=cache)[0]
     for row in (0, 1):
@@ -131,7 +131,7 @@ def test_a_reset_sequence_begins_anew_and_frees_its_pages():
     torch.testing.assert_close(found[:1], whole(model, both[:1])[:, 24:], **EXACT)
     torch.testing.assert_close(found[1:], whole(model, new[1:]), **EXACT)
     cache.reset()
-    assert cache.longest == cache.places.longest == 0 and cache.pages.free == 8
+    assert cache.longest == 0 and cache.pages.free == 8
 
 
 @pytest.mark.parametrize("page", [None, 8])
@@ -141,7 +141,7 @@ def test_what_the_rings_have_forgotten_cannot_be_cropped_to(page):
     model(tokens(2), cache=cache)
     with pytest.raises(ValueError, match="has held 48 tokens, so its rings go back to 32"):
         cache.crop(9)
-    assert cache.lengths.tolist() == cache.held == [48, 48]
+    assert cache.lengths.tolist() == cache.places.held == [48, 48]
     cache.crop(32)
     new = tokens(2, 9, seed=1)
     wanted = whole(model, torch.cat([tokens(2)[:, :32], new], 1))[:, 32:]

@@ -178,4 +178,4 @@ def test_a_cuda_graph_generates_what_launches_do(end):
     graph = generate(model, PROMPTS, 40, cuda_graph=True, **how)
     assert graph.all() == plain.all()
     assert graph.cache.record() == plain.cache.record()
-    assert graph.cache.held == plain.cache.held
+    assert graph.cache.places.held == plain.cache.places.held

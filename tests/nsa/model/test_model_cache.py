@@ -112,10 +112,11 @@ def test_each_backend_decodes_the_same(backend, page):
 
 
 @pytest.mark.parametrize("page", [None, 8])
-@pytest.mark.parametrize("changes", [{}, {"shared_kv": True}, {"force_branch": "slc"}])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("branch", BRANCH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_known_before_there_is_a_cache(page, changes, dtype):
-    config = tiny(**changes, value_dim=12)
+def test_bytes_are_known_before_there_is_a_cache(page, shared, branch, dtype):
+    config = tiny(shared_kv=shared, force_branch=branch, value_dim=12)
     how = {"dtype": dtype, "page": page, "pages": page and 9}
     cache = NSACache(config, 3, 48, **how)
     storages = {}
@@ -171,7 +172,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
     model = model_of(tiny())
     cache = cache_of(model, 2, 24)
     model(tokens(2, 20), cache=cache)
-    before = [x.clone() for layer in cache.layers for x in layer.state()[1].values()]
+    before = [x.clone() for layer in cache.layers for x in layer.tensors.values()]
     wide = LanguageModel(tiny(nsa={"window": 9}, phi="linear")).double()
     cases = [
         (wide, tokens(2, 1), {}, "another config .* nsa: .*window=9.* phi: 'linear', 'mean'"),
@@ -196,9 +197,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
             cache.reorder(index)
     with pytest.raises(ValueError, match="counts are for a cache"):
         model(tokens(2, 1), counts=torch.tensor([1, 1]))
-    after = [x for layer in cache.layers for x in layer.state()[1].values()]
+    after = [x for layer in cache.layers for x in layer.tensors.values()]
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-    assert cache.lengths.tolist() == cache.held == [20, 20]
+    assert cache.lengths.tolist() == cache.places.held == [20, 20]
     model(tokens(2, 4), cache=cache)  # and what fits goes on
 
 

@@ -3,7 +3,7 @@ launched eagerly, or captured into a CUDA graph.
 
 Before a capture, steps run on a side stream. Then the cache is emptied, and the captured step
 allocates from a private pool, whose segments live as long as the graph. See
-`nsa.model.train.CapturedStep`.
+`nsa.model.capture.CapturedStep`.
 """
 
 from collections.abc import Iterator

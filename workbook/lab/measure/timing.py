@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nsa.model.train import Trainer, on_stream
+from nsa.model.capture import on_stream
+from nsa.model.train import Trainer
 from workbook.lab.measure.recorders import MIB, CpuRecorder, live_cpu_storages
 
 CAP_S = 60.0  # an implementation's share, restarted when kernels may have been compiled

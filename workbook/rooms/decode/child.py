@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.attention.cache import LayerCache
 from nsa.attention.decode import nsa_decode
 from nsa.attention.registry import Declined
-from nsa.model.train import on_stream
+from nsa.model.capture import on_stream
 from nsa.reference.attend import attend
 from whyhung.process.child import is_out_of_memory
 from workbook.lab.measure import accuracy, limits, timing
