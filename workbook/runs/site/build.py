@@ -1,6 +1,7 @@
 """`nsa site`: sources of all pages, written if they changed, and Sphinx over them."""
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -64,27 +65,25 @@ def build(
     if docs is None:  # beside an installed package `docs` could belong to anyone
         top = environment.PACKAGE.parent
         docs = top / "docs" if (top / "pyproject.toml").is_file() else to / WORK / "no docs"
-    with _alone(to / WORK):
-        work = _unpacked(to / WORK)
+    with _alone(to / WORK), _unpacked(to / WORK) as work:
         source = work / "source"
         found = list(folders) if folders is not None else _folders(root)
         runs, written = [], 0
         with ThreadPoolExecutor(1) as aside:  # git counts on another core; `age` keeps the counts
             for folder in found:
-                runs.append(run := data.collect(folder, root, work / "runs"))
+                runs.append(run := data.collect(folder, root))
                 aside.submit(_aged, run)
                 written += _run(run, folder, source, to)
                 say(f"{len(runs)} of {len(found)} runs read, {written} of them new or changed")
         runs = sorted(runs, key=lambda run: str(run["started"]))[::-1]
         names = _docs(Path(docs), source / "docs", {run["run"] for run in runs})
         _tables(runs, names, source)
-        _forget({run["run"] for run in runs}, names, source, to, work)
+        _forget({run["run"] for run in runs}, names, source, to)
         warnings: tuple[str, ...] = ()
-        old = _text(work / "made") != data.digest(_sources(source, to))
-        if old:
+        if not (work / "made").is_file() or (work / "made").read_text() != _digest(source, to):
             warnings = _sphinx(source, to, work, say)
-            _write(work / "made", data.digest(_sources(source, to)))
-        _pack(to / WORK, changed=old or written > 0)
+            _write(work / "made", _digest(source, to))
+            _pack(to / WORK)
     return Site(to / "index.html", len(runs), written, warnings)
 
 
@@ -109,52 +108,52 @@ def _alone(work: Path) -> Iterator[None]:
         yield
 
 
-def _unpacked(home: Path) -> Path:
-    """Folder with what the last build left, unpacked; empty if that was none or is damaged.
+@contextlib.contextmanager
+def _unpacked(home: Path) -> Iterator[Path]:
+    """Folder with what the last build left, unpacked until the end; empty if that was none, did not
+    reach its end, or is damaged."""
+    work = home / OPEN
+    if work.is_dir():  # its pages may be newer than what was packed before
+        (home / KEPT).unlink(missing_ok=True)
+    _only_packed(home)
+    try:
+        with tarfile.open(home / KEPT) as packed:
+            packed.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+            packed.extractall(work)
+    except (OSError, EOFError, tarfile.TarError, zlib.error):
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(exist_ok=True)
+    yield work
+    _only_packed(home)
 
-    One that a build left open, because it failed or was ended, is newer than the packed one.
-    """
+
+def _only_packed(home: Path) -> None:
     for path in home.iterdir():
-        if path.is_dir() and path.name != OPEN:
+        if path.is_dir():
             shutil.rmtree(path)
-        elif path.is_file() and path.name not in (KEPT, "lock"):
+        elif path.name not in (KEPT, "lock"):
             path.unlink()
-    if not (home / OPEN).is_dir():
-        part = home / "part"
-        try:
-            with tarfile.open(home / KEPT) as packed:
-                packed.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
-                packed.extractall(part)
-        except (OSError, EOFError, tarfile.TarError, zlib.error):
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
-        part.rename(home / OPEN)
-    return home / OPEN
 
 
-def _pack(home: Path, changed: bool) -> None:
-    """Pack what the build leaves, if it `changed` since it was unpacked, and remove it."""
-    if changed or not (home / KEPT).is_file():
-        with tarfile.open(home / "new", "w:gz", compresslevel=1) as packed:
-            packed.add(home / OPEN, arcname=".")
-        (home / "new").replace(home / KEPT)
-    gone = (home / OPEN).rename(home / "gone")  # a half removed one must not be taken for whole
-    shutil.rmtree(gone)
+def _pack(home: Path) -> None:
+    with tarfile.open(home / "new", "w:gz", compresslevel=1) as packed:
+        packed.add(home / OPEN, arcname=".")
+    (home / "new").replace(home / KEPT)
 
 
-def _sources(source: Path, to: Path) -> list[Path]:
-    """Files that pages are made of, and the front page, which may have been removed."""
+def _digest(source: Path, to: Path) -> str:
+    """Hash of the files that pages are made of, and of the front page, which may have been removed;
+    packing does not keep dates to the nanosecond."""
     ours = [path for path in HERE.rglob("*") if path.suffix in (".py", ".css", ".js")]
-    return [*ours, *source.rglob("*.md"), *source.rglob("*.ipynb"), to / "index.html"]
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    made, told = (*source.rglob("*.md"), *source.rglob("*.ipynb")), hashlib.sha256()
+    for path in sorted([*ours, *made, to / "index.html"]):
+        held = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+        told.update(f"{path} {held}\0".encode())
+    return told.hexdigest()
 
 
 def _write(path: Path, text: str) -> bool:
-    """Write a file if its text changed; an unchanged one keeps its date, which Sphinx compares.
-    A half written one is written again by the next build: nothing has signed it."""
+    """Write a file if its text changed; an unchanged one keeps its date, which Sphinx compares."""
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,23 +163,17 @@ def _write(path: Path, text: str) -> bool:
 
 def _run(run: dict, folder: Path, source: Path, to: Path) -> bool:
     """Write a run's page, the data that comparisons load, its files; False if up to date."""
-    page = source / "runs" / f"{run['run']}.ipynb"
-    signed = page.with_suffix(".signature")
-    said = f"{run['signature']} {run['status']}"
+    changed = _write(source / "runs" / f"{run['run']}.ipynb", pages.run_page(folder, run))
+    told = json.dumps({name: value for name, value in run.items() if name != "verdicts"})
     script = to / "data" / f"{run['run'].replace('/', '__')}.js"
-    if signed.is_file() and signed.read_text() == said and page.is_file() and script.is_file():
-        return False
-    _write(page, pages.run_page(folder, run))
-    told = json.dumps({k: v for k, v in run.items() if k not in ("signature", "verdicts")})
     name = json.dumps(run["run"])
-    _write(script, f"(window.nsaRuns = window.nsaRuns || {{}})[{name}] = {told};\n")
+    changed |= _write(script, f"(window.nsaRuns = window.nsaRuns || {{}})[{name}] = {told};\n")
     files = to / "files" / run["run"]
     files.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.suffix in pages.FILES and path.is_file():
             shutil.copyfile(path, files / path.name)
-    _write(signed, said)
-    return True
+    return changed
 
 
 def _tables(runs: list[dict], docs: list[str], source: Path) -> None:
@@ -265,15 +258,13 @@ def _docs(folder: Path, target: Path, runs: set[str]) -> list[str]:
     return list(pages)
 
 
-def _forget(runs: set[str], docs: list[str], source: Path, to: Path, work: Path) -> None:
+def _forget(runs: set[str], docs: list[str], source: Path, to: Path) -> None:
     """Remove pages of runs and documents that no longer exist."""
     for page in source.glob("runs/*/*.ipynb"):
         name = page.relative_to(source / "runs").with_suffix("").as_posix()
         if name not in runs:
-            flat = name.replace("/", "__")
-            page.with_suffix(".signature").unlink(missing_ok=True)
-            for path in (page, to / "runs" / f"{name}.html", to / "data" / f"{flat}.js",
-                         work / "runs" / f"{flat}.json"):  # fmt: skip
+            script = to / "data" / f"{name.replace('/', '__')}.js"
+            for path in (page, to / "runs" / f"{name}.html", script):
                 path.unlink(missing_ok=True)
             shutil.rmtree(to / "files" / name, ignore_errors=True)
     for page in source.glob("docs/*.md"):

@@ -1,17 +1,13 @@
-"""Data of the site on a run: a mapping that is JSON, kept until a file of the run changes."""
+"""Data of the site on a run: a mapping that is JSON."""
 
-import hashlib
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from workbook.runs import environment, identity, metrics, parameters, record, store
 from workbook.runs.files import plain, read_json
 
-READ = ("record.json", "metrics.csv", "verdicts.json", "environment.json", "parameters.yaml",
-        "notes.txt")  # fmt: skip
 COLUMNS = ("operation", "backend", "mode", "metric", "unit", "x_name", "device")
 NUMBERS = metrics.NUMBERS
 # Keys of a row's config on how it went, not on what was measured.
@@ -22,58 +18,9 @@ FACTS = ("python", "platform", "cpu", "nsa", "torch", "cuda", "triton", "flash_a
          "flash_attn_4", "seed")  # fmt: skip
 
 
-def collect(folder: Path, root: Path, cache: Path) -> dict[str, Any]:
-    """Collect all of a run except its notebook, from `cache` if no file of it changed since.
-
-    A file that cannot be read is left out and named under `damaged`.
-    """
-    name = folder.relative_to(root).as_posix()
-    file = cache / f"{name.replace('/', '__')}.json"
-    signed = signature(folder)
-    found = read_json(file, {})
-    if found.get("signature") != signed:
-        found = plain(_read(folder, root)) | {"signature": signed}
-        cache.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found))
-    # a run that was running may be lost by now, though no file of it changed
-    found["status"] = record.status_now(record.load(folder))
-    return found
-
-
-def signature(folder: Path) -> str:
-    """Hash that changes with the files of the run that its pages use, and with this code."""
-    digest = hashlib.sha256(_code().encode())
-    patterns = (*READ, "notebook.ipynb", "figures/*", "trials/*/explain.txt", "std*.log")
-    running = record.load(folder).get("status") == "running"
-    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
-        about = path.stat()
-        if not (running and path.name == "record.json"):  # its heartbeat is no change
-            digest.update(f"{path.name} {about.st_mtime_ns} {about.st_size}\0".encode())
-    return digest.hexdigest()[:16]
-
-
-def digest(files: Iterable[Path]) -> str:
-    """Hash of the files' names and contents; packing does not keep dates to the nanosecond."""
-    told = hashlib.sha256()
-    for path in sorted(files):
-        held = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-        told.update(f"{path} {held}\0".encode())
-    return told.hexdigest()
-
-
-_CODE: list[str] = []
-
-
-def _code() -> str:
-    if not _CODE:
-        here = Path(__file__).parent
-        files = sorted(path for path in here.rglob("*") if path.suffix in (".py", ".j2"))
-        _CODE.append(hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest())
-    return _CODE[0]
-
-
-def _read(folder: Path, root: Path) -> dict[str, Any]:
-    name = folder.relative_to(root).as_posix()
+def collect(folder: Path, root: Path) -> dict[str, Any]:
+    """Collect all of a run except its notebook. A file that cannot be read is left out and named
+    under `damaged`."""
     damaged = []
 
     def of(file: str, read, nothing):
@@ -95,9 +42,7 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
     about = of("record.json", json_file, {})
     facts = of("environment.json", json_file, {})
     verdicts = [v for v in of("verdicts.json", json_file, []) if isinstance(v, dict)]
-    table = metrics.table([])
-    table = of("metrics.csv", metrics.read, table)
-    rows = columns(table)
+    table = of("metrics.csv", metrics.read, metrics.table([]))
     git = facts.get("git") or {}
     gpus = facts.get("gpus") or []
     commit = environment.provenance(facts)["commit"]
@@ -106,9 +51,10 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
     # a question with parameters in its text differs between runs
     question = given.get("question") or about.get("question") or ""
     book = read_json(folder / "notebook.ipynb", {})  # the run's page says if it cannot be read
-    return {
-        "run": name,
+    content = {
+        "run": folder.relative_to(root).as_posix(),
         "notebook": notebook,
+        "status": record.status_now(about),
         "question": str(question),
         "asks": asks(book, about.get("question") or "", notebook),
         "started": about.get("started") or f"{folder.parent.name}T00:00:00+00:00",
@@ -126,9 +72,10 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
         | {"commit": commit, "changes": (git.get("dirty_hash") or "")[:12]}
         | facts.get("allocator", {})
         | facts.get("variables", {}),
-        "rows": rows,
+        "rows": columns(table),
         "damaged": damaged,
     }
+    return plain(content)
 
 
 def asks(book: dict[str, Any], question: str, name: str) -> str:

@@ -192,7 +192,7 @@ def test_a_row_of_peaks_is_of_one_run_the_newest_with_several_lengths():
 
 @pytest.fixture(scope="module")
 def stored():
-    read = [data._read(folder, ROOT / "runs") for folder in committed_runs()]
+    read = [data.collect(folder, ROOT / "runs") for folder in committed_runs()]
     return sorted(read, key=lambda run: run["started"], reverse=True)
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes  # git tells the age of commits
 
 
 def collected(root, *folders):
-    return [data.collect(folder, root, root.parent / "cache") for folder in folders]
+    return [data.collect(folder, root) for folder in folders]
 
 
 def tables(runs, to):

@@ -120,7 +120,7 @@ def test_each_claim_stands_with_its_device_commit_and_age_and_replaces_none(tmp_
         root, "02_lost", started="2026-11-04", status="killed", message="SIGTERM"
     )
     (lost / "environment.json").unlink()
-    runs = [data.collect(one, root, tmp_path / "cache") for one in sorted(root.glob("*/*"))]
+    runs = [data.collect(one, root) for one in sorted(root.glob("*/*"))]
     build._tables(runs[::-1], [], tmp_path)
     text = (tmp_path / "claims.md").read_text()
     told = re.findall(r'data-label="(?:verdict|device|commit|age)">(?:<.+?>)?([^<]+)', text)
