@@ -1,11 +1,11 @@
 """Age of evidence: changes since its commit in the code that most of it is about."""
 
 import re
-import subprocess
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from workbook.runs.files import git
 from workbook.runs.identity import PACKAGE
 
 WHERE = ("nsa/kernels", "nsa/attention", "nsa/reference")
@@ -49,17 +49,9 @@ def since(commit: str, at: str = "HEAD", top: Path = PACKAGE.parent) -> Age:
     if not re.fullmatch("[0-9a-f]{7,40}", commit):
         return Age("")
     span = (f"{commit}..{at}", "--", *WHERE)
-    count = _git(top, "rev-list", "--count", *span)
+    count = git(top, "rev-list", "--count", *span)
     if not count:
         return Age(commit)
-    told = _git(top, "diff", "--shortstat", *span)
+    told = git(top, "diff", "--shortstat", *span)
     added, removed = (re.search(rf"(\d+) {what}", told) for what in ("insertion", "deletion"))
     return Age(commit, int(count), int(added[1] if added else 0), int(removed[1] if removed else 0))
-
-
-def _git(top: Path, *words: str) -> str:
-    command = ["git", "-C", str(top), *words]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""

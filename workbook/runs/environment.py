@@ -6,7 +6,6 @@ import importlib.util
 import os
 import platform
 import re
-import subprocess
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import nsa
 from whyhung.process import child, family, preflight
 from workbook.lab import sweep
-from workbook.runs.files import tracked_files
+from workbook.runs.files import git, output, tracked_files
 
 PREFIXES = ("TORCH", "PYTORCH", "CUDA", "CUBLAS", "CUDNN", "NCCL", "TRITON")
 PREFIXES += ("NSA_", "OMP_", "MKL_", "SLURM_JOB")
@@ -24,13 +23,8 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SECRET = re.compile(r"token|secret|passw|credential|api_?key|auth", re.IGNORECASE)
 IDENTITY = re.compile("user|account|nodelist|node_?name|host|partition|group|uid|gid|cluster", re.I)
 PACKAGE = Path(nsa.__file__).resolve().parent
-OWN = (
-    "nsa",
-    "whyhung",
-    "workbook",
-    "notebooks",
-    "tests",
-)  # a new file there may change what runs
+# a new file there may change what runs
+OWN = ("nsa", "whyhung", "workbook", "notebooks", "tests")
 SOURCE = ("--", ".", ":(exclude)runs", ":(exclude)figures")
 NEW = ("--exclude-standard", "--", *OWN)
 
@@ -109,7 +103,7 @@ def _without_paths(value: str) -> str:
 def gpus() -> list[dict]:
     """GPUs that this process may use, as nvidia-smi names them."""
     fields = "index,uuid,name,memory.total,compute_cap,driver_version"
-    text = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    text = output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     return visible_gpus(text or "", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -143,14 +137,14 @@ def git_state(folder: Path | None = None) -> dict | None:
     the commit; `dirty` is then unknown (None).
     """
     top = folder or PACKAGE.parent
-    commit = _git(top, "rev-parse", "--verify", "HEAD").strip() or None
+    commit = git(top, "rev-parse", "--verify", "HEAD").strip() or None
     told = os.environ.get("NSA_COMMIT")
     if told and not commit:
         return {"commit": told, "dirty": None, "dirty_hash": None}
-    if not _git(top, "rev-parse", "--show-toplevel"):
+    if not git(top, "rev-parse", "--show-toplevel"):
         return None
-    difference = _git(top, "diff", "HEAD", *SOURCE) if commit else ""
-    untracked = sorted(_lines(_git(top, "ls-files", "-z", "--others", *NEW)))
+    difference = git(top, "diff", "HEAD", *SOURCE) if commit else ""
+    untracked = sorted(_lines(git(top, "ls-files", "-z", "--others", *NEW)))
     if not difference and not untracked:
         return {"commit": commit, "dirty": False, "dirty_hash": None}
     digest = hashlib.sha256(difference.encode(errors="surrogateescape"))
@@ -171,18 +165,18 @@ def check_evidence(notebook: str | Path, package: Path = PACKAGE) -> None:
             f"evidence is made from one tree: {notebook} is not in that of {package}, which is "
             f"imported; run `python -m nsa run` in the notebook's own, or install that with -e"
         )
-    git = git_state(top) or {}
-    commit = git.get("commit") or ""
+    state = git_state(top) or {}
+    commit = state.get("commit") or ""
     if not re.fullmatch("[0-9a-f]{7,40}", commit):
         raise ValueError(
             f"evidence needs the commit of {top}, which is no git repository with one, and "
             f"NSA_COMMIT={commit!r} names none; set it to what `git rev-parse HEAD` says where "
             "these files are from, once that is clean"
         )
-    if git["dirty"] is None:
+    if state["dirty"] is None:
         return
-    names = _lines(_git(top, "diff", "HEAD", "--name-only", "-z", *SOURCE))
-    names += _lines(_git(top, "ls-files", "-z", "--others", *NEW))
+    names = _lines(git(top, "diff", "HEAD", "--name-only", "-z", *SOURCE))
+    names += _lines(git(top, "ls-files", "-z", "--others", *NEW))
     if not tracked_files(top, package.name):
         names = [f"{package.name}/, none of which is in git"]
     if names:
@@ -195,25 +189,6 @@ def check_evidence(notebook: str | Path, package: Path = PACKAGE) -> None:
 
 def _lines(text: str) -> list[str]:
     return [name for name in text.split("\0") if name]
-
-
-def _git(folder: Path, *words: str) -> str:
-    return _output(["git", "-C", str(folder), *words]) or ""
-
-
-def _output(command: list[str]) -> str | None:
-    """Output of a command, or None if it is missing, fails or does not answer."""
-    try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            check=True,
-            timeout=20,
-            text=True,
-            errors="surrogateescape",
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _version(distribution: str) -> str | None:

@@ -37,6 +37,20 @@ def write_atomically(path: str | Path, content: str | bytes) -> Path:
     return path
 
 
+def git(top: str | Path, *words: str) -> str:
+    """Output of a git command in the folder `top`; "" if it fails."""
+    return output(["git", "-C", str(top), *words]) or ""
+
+
+def output(command: list[str]) -> str | None:
+    """Output of a command, or None if it is missing, fails or does not answer."""
+    how = {"text": True, "errors": "surrogateescape"}
+    try:
+        return subprocess.run(command, capture_output=True, check=True, timeout=20, **how).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def tracked_files(root: str | Path, *patterns: str) -> list[str]:
     """Paths of the files below `root` that git tracks, relative to it; only of `patterns` if given.
 

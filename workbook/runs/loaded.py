@@ -90,8 +90,8 @@ class StoredRun:
         told = (facts.get("variables") or {}).get("NSA_COMMIT")
         return str(told or (facts.get("git") or {}).get("commit") or "")
 
-    def age(self, at: str = "HEAD") -> age.Age:
-        return age.since(self.commit, at)
+    def age(self) -> age.Age:
+        return age.since(self.commit)
 
     @property
     def labels(self) -> list[str]:
@@ -234,11 +234,11 @@ def runs_root() -> Path:
     return next((folder for folder in found if folder.is_dir()), here / "runs")
 
 
-def explore(*runs: StoredRun | str | Path, root: str | Path | None = None) -> Any:
-    """Overlay the numbers of these runs of one notebook; without any, browse all runs below `root`
-    (by default `runs_root()`), or say that there are none. Widgets where they can be moved, else
-    pictures. ValueError for runs of several notebooks, or without a row."""
-    return browser(*runs, root=root).show()
+def explore(*runs: StoredRun | str | Path) -> Any:
+    """Overlay the numbers of these runs of one notebook; without any, browse all runs below
+    `runs_root()`, or say that there are none. Widgets where they can be moved, else pictures.
+    ValueError for runs of several notebooks, or without a row."""
+    return browser(*runs).show()
 
 
 def browser(

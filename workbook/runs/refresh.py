@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from whyhung.process import family
 from workbook.runs.files import lighten, write_notebook
 
 CELL_TIMEOUT_S = 600
@@ -42,32 +41,27 @@ def clean(paths: list[Path], check: bool = False) -> int:
 
 def execute(path: Path) -> None:
     """Run every cell in a fresh kernel of this interpreter; replace the file once all passed.
-    Raises nbclient.exceptions.CellExecutionError if a cell fails; the file is then unchanged."""
-    import nbformat
-    from nbclient import NotebookClient
+    Raises papermill.exceptions.PapermillExecutionError if a cell fails; the file is then
+    unchanged."""
+    import papermill
 
-    from workbook.runs.kernel import kernel_manager
+    from workbook.runs import engine
 
-    class Client(NotebookClient):
-        def create_kernel_manager(self):
-            self.km = kernel_manager(self.config)
-            return self.km
-
-    notebook = nbformat.read(path, as_version=4)
-    notebook.metadata.kernelspec = dict(KERNEL)
-    where = {"metadata": {"path": str(path.parent)}}
-    client = Client(
-        notebook,
-        timeout=CELL_TIMEOUT_S,
-        record_timing=False,
-        coalesce_streams=True,
-        resources=where,
+    notebook = papermill.execute_notebook(
+        str(path),
+        None,
+        engine_name=engine.register(),
+        kernel_name="python3",
+        language="python",
+        progress_bar=False,
+        kernel_cwd=str(path.resolve().parent),
+        environment=os.environ | {"NSA_HEADLESS": "1"},
+        cell_timeout_s=CELL_TIMEOUT_S,
     )
-    cookie = family.new_cookie()
-    try:
-        client.execute(env=family.environment({**os.environ, "NSA_HEADLESS": "1"}, cookie))
-    finally:
-        family.end_family(cookie)
+    notebook.metadata.kernelspec = dict(KERNEL)
+    for cell in notebook.cells:
+        if not cell.metadata.tags:  # papermill's, for cells without any
+            del cell.metadata["tags"]
     write_notebook(path, lighten(notebook))
 
 

@@ -7,7 +7,7 @@ import sys
 
 import nbformat
 import pytest
-from nbclient.exceptions import CellExecutionError
+from papermill.exceptions import PapermillExecutionError
 from PIL import Image, ImageChops
 
 from workbook.runs.refresh import main
@@ -70,7 +70,7 @@ def test_plots_are_kept_with_few_colours(tmp_path):
 def test_a_failing_cell_leaves_the_notebook_as_it_was(tmp_path):
     path = written(tmp_path / "n.ipynb", "1 + 1", "1 / 0")
     before = path.read_bytes()
-    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+    with pytest.raises(PapermillExecutionError, match="ZeroDivisionError"):
         main([str(path)])
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

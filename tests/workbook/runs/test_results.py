@@ -20,7 +20,7 @@ ID = "0123456789ab"
 def no_history(request, monkeypatch):
     """Git is asked for no ages, but where a test starts processes."""
     if not request.node.get_closest_marker("processes"):
-        monkeypatch.setattr(age, "since", lambda commit, at="HEAD": age.Age(commit))
+        monkeypatch.setattr(age, "since", lambda commit: age.Age(commit))
 
 
 def test_each_claim_opens_its_evidence_and_the_trials_that_the_run_carries(tmp_path):

@@ -11,6 +11,7 @@ from workbook.runs.looks import length
 from workbook.runs.site.data import NUMBERS, rows_of
 
 Run = dict[str, Any]
+FRONT = 32768
 MODES = ("forward", "backward")
 HUNG = (("07", r"healthy ones called HANG"), ("07", r"healthy ones that stay STALLED"),
         ("03", r"of \d+ trials that the old rule calls HANG"))  # fmt: skip
@@ -153,15 +154,15 @@ def training(runs: Iterable[Run]) -> list[dict]:
     return _tables(found, title, {"preset", "model", "layers", "precision"})
 
 
-def front(tables: list[dict], device: str = "", at: float = 32768) -> dict[str, Any] | None:
-    """Row nearest to T `at` of the first table that compares NSA with dense attention, of `device`
+def front(tables: list[dict], device: str = "") -> dict[str, Any] | None:
+    """Row nearest to T FRONT of the first table that compares NSA with dense attention, of `device`
     if there is one, else of the first that has NSA. `title` and `device` are its table's, `wins` is
     the shortest T from which on NSA is faster, or None. None if there is no such row."""
     tables = sorted(tables, key=lambda table: table["device"] != device)
     for wanted in ("ratio", "nsa"):
         for table in tables:
             if rows := [row for row in table["rows"] if row[wanted]]:
-                best = min(rows, key=lambda row: abs(math.log(row["tokens"] / at)))
+                best = min(rows, key=lambda row: abs(math.log(row["tokens"] / FRONT)))
                 slower = max((r["tokens"] for r in rows if r.get("times", 1) < 1), default=0)
                 wins = next(
                     (r["tokens"] for r in rows if "times" in r and r["tokens"] > slower), None

@@ -3,12 +3,10 @@
 import gc
 import re
 import sys
-from functools import cache
 from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
-from sphinx.search.en import SearchEnglish
 
 from workbook.runs.report import closed
 
@@ -53,16 +51,7 @@ ACTIVE = re.compile(
 )
 
 
-class Search(SearchEnglish):
-    """English with each word's stem found once; Sphinx alone finds it anew for each page."""
-
-    def __init__(self, options: dict[str, str]) -> None:
-        super().__init__(options)
-        self.stem = cache(super().stem)
-
-
 def setup(app) -> dict:
-    app.add_search_language(Search)
     app.connect("builder-inited", keep_inside, priority=900)  # after myst-nb's own
     app.connect("doctree-read", close, priority=1)
     app.connect("doctree-resolved", unlink)
