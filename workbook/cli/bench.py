@@ -31,11 +31,7 @@ def add(commands) -> None:
 
 def bench(arguments) -> int:
     """Time every attention backend; accuracy is checked first."""
-    import torch
-
-    gpu = torch.cuda.is_available() if arguments.device == "auto" else arguments.device == "cuda"
-    if gpu and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no GPU; --device cpu runs a tiny shape")
+    gpu = options.has_gpu(arguments.device, "runs a tiny shape")
     if not gpu:
         # Triton reads it at import: the interpreter, for correct numbers and not for speed.
         os.environ.setdefault("TRITON_INTERPRET", "1")

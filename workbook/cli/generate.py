@@ -2,7 +2,6 @@
 
 import codecs
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbook.cli import options
@@ -85,18 +84,8 @@ def _model(arguments) -> "LanguageModel":
 
     from nsa.model.saving import load_model
 
-    gpu = torch.cuda.is_available() if arguments.device == "auto" else arguments.device == "cuda"
-    if gpu and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no GPU; --device cpu would do")
-    place = Path(arguments.checkpoint)
-    if not place.exists():
-        from workbook.runs.store import Store
-
-        try:
-            place = Store(arguments.runs).find(arguments.checkpoint)
-        except ValueError as error:
-            why = f"there is no such file or folder, and {error}"
-            raise ValueError(f"--checkpoint {arguments.checkpoint}: {why}") from None
+    gpu = options.has_gpu(arguments.device, "would do")
+    place = options.place_of("--checkpoint", arguments.checkpoint, arguments.runs)
     try:
         # The backend of the training may need another device; "auto" picks one available here.
         model = load_model(place, "cuda" if gpu else "cpu", backend="auto")

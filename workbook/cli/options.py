@@ -101,6 +101,29 @@ def check_json(file: str | None) -> None:
         raise ValueError(f"--json {file} is a folder; name a file")
 
 
+def place_of(option: str, name: str, runs: str) -> Path:
+    """Path of that name, else the folder of the run so named. ValueError if there is neither."""
+    from workbook.runs.store import Store
+
+    if Path(name).exists():
+        return Path(name)
+    try:
+        return Store(runs).find(name)
+    except ValueError as error:
+        why = f"there is no such file or folder, and {error}"
+        raise ValueError(f"{option} {name}: {why}") from None
+
+
+def has_gpu(device: str, instead: str) -> bool:
+    """True if --device is a GPU that torch finds. ValueError for one that it does not find."""
+    import torch
+
+    found = torch.cuda.is_available()
+    if device == "cuda" and not found:
+        raise ValueError(f"--device cuda: torch finds no GPU; --device cpu {instead}")
+    return found and device != "cpu"
+
+
 def of_model(given: Mapping[str, Any], said: str = "") -> dict[str, Any]:
     """Nest `name` as fields of ModelConfig, `nsa.name` below "nsa". ValueError for another dot; its
     message has `said` before the name."""

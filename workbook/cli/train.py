@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.spelling import settings
@@ -19,6 +18,7 @@ from workbook.cli.options import (
     command,
     of_fields,
     of_model,
+    place_of,
     share,
 )
 from workbook.lab.options import Options, Steps
@@ -118,14 +118,8 @@ def _job(arguments, started: int | None) -> "Job":
     from nsa.attention import known
     from nsa.model import presets
 
-    if arguments.resume is not None and not Path(arguments.resume).exists():
-        from workbook.runs.store import Store
-
-        try:
-            arguments.resume = str(Store(arguments.runs).find(arguments.resume))
-        except ValueError as error:
-            why = f"there is no such file or folder, and {error}"
-            raise ValueError(f"--resume {arguments.resume}: {why}") from None
+    if arguments.resume is not None:
+        arguments.resume = str(place_of("--resume", arguments.resume, arguments.runs))
     if arguments.halt_file is not None and os.path.lexists(arguments.halt_file):
         raise ValueError(f"--halt-file {arguments.halt_file} is there already; remove it first")
     changes = of_model(settings(arguments.set, "--set layers=2", last=True), "--set ")
