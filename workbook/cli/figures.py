@@ -38,8 +38,10 @@ def figures(arguments) -> int:
     import yaml
 
     from workbook.runs.files import write_atomically
+    from workbook.runs.results import Stored
 
-    stored = _stored(arguments.runs, arguments.all)
+    root, every = Path(arguments.runs), arguments.all
+    stored = Stored(file.parent for file in kept(root, "*/*/record.json", every))
     if not stored.runs:
         raise ValueError(f"no run below {arguments.runs} has ended; start one with `nsa run`")
     target, drawn, missing = Path(arguments.to), {}, {}
@@ -47,7 +49,7 @@ def figures(arguments) -> int:
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
     for name, rule in rules.items():
         if "records" in rule:
-            found = records(rule, Path(arguments.runs), arguments.all)
+            found = kept(root, f"*/{rule['records']}.json", every)
             wanted, of = f"record {rule['records']} in {arguments.runs}", f"{len(found)} records"
         else:
             found = next((run for run in stored.of(rule["notebook"]) if fits(run, rule)), None)
@@ -64,16 +66,6 @@ def figures(arguments) -> int:
     return GOOD if drawn else FAILED
 
 
-def _stored(runs: str, every: bool):
-    """Runs that git tracks; all runs of the folder if it tracks none, or if `every` is set."""
-    from workbook.runs.results import Stored, committed, open_stored
-
-    with contextlib.suppress(ValueError):  # no checkout
-        if not every and (found := Stored(committed(runs))).runs:
-            return found
-    return open_stored(runs)
-
-
 def fits(run, rule: dict) -> bool:
     """Return True if a run has all values of the rule, in rows of its metric with a median."""
     rows = [r for r in run.rows if r["metric"] == rule["metric"] and math.isfinite(r["median"])]
@@ -86,12 +78,12 @@ def fits(run, rule: dict) -> bool:
     return bool(rows) and has and (run.folder / rule.get("file", "metrics.csv")).is_file()
 
 
-def records(rule: dict, runs: Path, every: bool = False) -> list[Path]:
-    """Return the records beside the runs whose names fit the rule's pattern, oldest first: those
-    that git tracks; all of them if it tracks none, or if `every` is set."""
+def kept(runs: Path, pattern: str, every: bool = False) -> list[Path]:
+    """Return the records that fit the pattern, oldest first: those that git tracks; all of them if
+    it tracks none, or if `every` is set."""
     from workbook.runs.files import tracked_files
 
-    found = sorted(runs.glob(f"*/{rule['records']}.json"))
+    found = sorted(runs.glob(pattern))
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no checkout
         tracked = {runs / name for name in tracked_files(runs, "*.json")}
         if not every and tracked & set(found):
