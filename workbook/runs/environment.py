@@ -13,7 +13,7 @@ from pathlib import Path
 import nsa
 from whyhung.process import child, family, preflight
 from workbook.lab import sweep
-from workbook.runs.files import git, output, tracked_files
+from workbook.runs.files import git, tracked_files
 
 PREFIXES = ("TORCH", "PYTORCH", "CUDA", "CUBLAS", "CUDNN", "NCCL", "TRITON")
 PREFIXES += ("NSA_", "OMP_", "MKL_", "SLURM_JOB")
@@ -102,19 +102,14 @@ def _without_paths(value: str) -> str:
 @lru_cache(maxsize=1)
 def gpus() -> list[dict]:
     """GPUs that this process may use, as nvidia-smi names them."""
-    fields = "index,uuid,name,memory.total,compute_cap,driver_version"
-    text = output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
-    return visible_gpus(text or "", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    rows = preflight.gpus("index,uuid,name,memory.total,compute_cap,driver_version")
+    return visible_gpus(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def visible_gpus(text: str, visible: str | None) -> list[dict]:
-    """Parse nvidia-smi's lines and keep the GPUs in CUDA_VISIBLE_DEVICES."""
+def visible_gpus(rows: list[list[str]], visible: str | None) -> list[dict]:
+    """GPUs of nvidia-smi's rows that are in CUDA_VISIBLE_DEVICES."""
     found = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != 6:
-            continue
-        index, uuid, name, memory_mib, capability, driver = cells
+    for index, uuid, name, memory_mib, capability, driver in (r for r in rows if len(r) == 6):
         memory_gib = round(float(memory_mib) / 1024, 1) if memory_mib.isdigit() else None
         gpu = {"name": name, "memory_gib": memory_gib}
         gpu |= {"compute_capability": capability, "driver": driver}

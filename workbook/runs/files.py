@@ -38,17 +38,12 @@ def write_atomically(path: str | Path, content: str | bytes) -> Path:
 
 
 def git(top: str | Path, *words: str) -> str:
-    """Output of a git command in the folder `top`; "" if it fails."""
-    return output(["git", "-C", str(top), *words]) or ""
-
-
-def output(command: list[str]) -> str | None:
-    """Output of a command, or None if it is missing, fails or does not answer."""
-    how = {"text": True, "errors": "surrogateescape"}
+    """Output of a git command in the folder `top`; "" if it fails or does not answer."""
+    command, how = ["git", "-C", str(top), *words], {"text": True, "errors": "surrogateescape"}
     try:
         return subprocess.run(command, capture_output=True, check=True, timeout=20, **how).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
+        return ""
 
 
 def tracked_files(root: str | Path, *patterns: str) -> list[str]:

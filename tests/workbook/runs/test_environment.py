@@ -63,7 +63,8 @@ def test_of_variables_only_those_are_kept_that_change_the_run_and_no_host_user_o
         assert secret not in text
 
 
-SMI = "0, GPU-aa, NVIDIA H200, 143771, 9.0, 570.1\n1, GPU-bb, NVIDIA A100, 81920, 8.0, 570.1\n"
+SMI = [["0", "GPU-aa", "NVIDIA H200", "143771", "9.0", "570.1"],
+       ["1", "GPU-bb", "NVIDIA A100", "81920", "8.0", "570.1"]]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_gpus_are_those_that_the_process_may_use(visible, names):
 def test_a_gpu_is_described_and_none_is_an_empty_list(monkeypatch):
     described = {"name": "NVIDIA H200", "memory_gib": 140.4, "compute_capability": "9.0"}
     assert environment.visible_gpus(SMI, None)[0] == described | {"driver": "570.1"}
-    assert environment.visible_gpus("", None) == []
+    assert environment.visible_gpus([], None) == []
     monkeypatch.setenv("PATH", "/nonexistent")
     environment.gpus.cache_clear()
     try:
