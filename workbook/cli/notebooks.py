@@ -129,17 +129,15 @@ def _ended(row: dict) -> str:
 
 def _fitted(rows: list[list[str]]) -> str:
     """Table of runs, WIDEST wide: commits are cut to 8 digits, and the devices to what is left."""
+    from workbook.lab.search.candidates import text
+
     rows = [[*row[:3], re.sub("NVIDIA |: .*", "", row[3]), row[4][:8]] for row in rows]
     widths = [max(map(len, column)) for column in zip(HEADS, *rows, strict=True)]
-    room = WIDEST - sum(widths[:3]) - widths[4] - 2 * (len(widths) - 1)
-    widths[3] = min(widths[3], max(room, len(HEADS[3])))
-    return "\n".join(
-        "  ".join(
-            f"{text if len(text) <= width else text[: width - 3] + '...':{width}}"
-            for text, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in (HEADS, *rows)
-    )
+    others = sum(widths) - widths[3] + 2 * (len(widths) - 1)
+    room = max(WIDEST - others, len(HEADS[3]))
+    for row in rows:
+        row[3] = row[3] if len(row[3]) <= room else row[3][: room - 3] + "..."
+    return text([dict(zip(HEADS, row, strict=True)) for row in rows])
 
 
 def show(arguments) -> int:
