@@ -21,11 +21,11 @@ LINES = {
     "nsa/recipes": (328, 330),
     "nsa": (20366, 15500),
     "workbook/lab": (13518, 6500),
-    "workbook/runs": (7035, 4700),
+    "workbook/runs": (6977, 4700),
     "workbook/rooms": (20183, 9500),
-    "workbook/cli": (1912, 1150),
+    "workbook/cli": (1902, 1150),
     "workbook": (42773, 25000),
-    "whyhung": (11972, 8500),
+    "whyhung": (11954, 8500),
     "tests": (64172, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
