@@ -25,7 +25,8 @@ SAME = ("model", "bytes", "batch_tokens", "lr", "precision", "vocab")  # of cell
 
 def cells(values: Mapping[str, Any]) -> list[Cell]:
     """The cells of the notebook's parameters. ValueError for any that cannot be trained."""
-    common = {name: values[name] for name in ("model", "batch_tokens", "lr", "vocab")}
+    common = {name: values[name] for name in ("model", "batch_tokens", "lr")}
+    common["vocab"] = values.get("vocab", BYTES)  # which runs before 2026-11-29 do not have
     common |= {"bytes": values["train_bytes"], "precision": values["precision"]}
     return cells_of(values["variants"], values["seeds"], values["tokens"], **common)
 
