@@ -13,7 +13,7 @@ NOTEBOOKS = $(or $(shell git ls-files 'notebooks/*.ipynb' 2>/dev/null),$(wildcar
 # Where nbval finds them and the committed runs, as a fresh clone has both.
 STAGED := build/staged
 # Notebooks that take more than half a minute, which `make test` leaves to `make test-all`.
-LONG = $(foreach number,00 01 02 03 04 06 07 09 12 13,$(filter notebooks/$(number)_%,$(NOTEBOOKS)))
+LONG = $(foreach number,00 01 02 03 04 05 06 07 09 12 13,$(filter notebooks/$(number)_%,$(NOTEBOOKS)))
 # The project's own pytest options belong to tests/: shape checks stay out of the notebooks' kernels.
 # Those, and what they start, are forks of a process that has loaded torch, as in the tests.
 NBVAL := -p warm_notebooks --nbval --nbval-current-env --nbval-cell-timeout=1200 \

@@ -58,6 +58,7 @@ def test_beams_share_the_pages_of_a_paged_cache(model):
     assert cache.nsa.pages.shared and cache.nsa.shape.page == 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["itself", "another", "lookup"])
 def test_assisted_decoding_takes_columns_back(model, way):
     ids, new = IDS[:1].repeat(1, 3), 25  # something to be looked up

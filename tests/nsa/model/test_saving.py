@@ -53,6 +53,7 @@ def resumed_in_the_middle(folder, made=trainer, **settings):
     return whole, second, losses, begun + second.run(3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [

@@ -67,6 +67,7 @@ def test_the_program_is_as_it_would_be_without(one, tmp_path):
     assert plain.done.stderr == one.done.stderr == "" and one.errors == []
 
 
+@pytest.mark.full
 def test_a_step_is_one_of_the_first_optimizer_and_the_loader_is_waited_for(one):
     (who,) = one.whos
     here = p(one, who)
@@ -74,6 +75,7 @@ def test_a_step_is_one_of_the_first_optimizer_and_the_loader_is_waited_for(one):
     assert here.modules % 4 == 0 and here.phases > 8 * 4
 
 
+@pytest.mark.full
 def test_workers_children_and_helpers_are_no_ranks(one):
     (who,) = one.whos
     assert sorted(file.name for file in one.folder.iterdir()) == sorted(

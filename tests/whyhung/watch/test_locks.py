@@ -53,6 +53,7 @@ def test_a_lock_is_held_by_whoever_is_inside_its_with_statement(told):
     assert waits["twice"]["holders"] == ["twice"]  # itself
 
 
+@pytest.mark.full
 def test_a_reentrant_lock_names_its_owner(told):
     assert told["waits"]["with_rlock"]["what"] == "RLock"
     assert told["waits"]["condition_lock"]["what"] == "Condition"

@@ -110,6 +110,7 @@ def test_tensors_are_saved_on_request_also_of_a_cell_that_is_done(tmp_path, text
     assert set(held["k"]) == set(held["v"]) == {"cmp", "slc", "win"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", ["dense", "window", "compressed"])
 def test_variants_that_select_nothing_have_no_selections(tmp_path, text, variant):
     row = run_cell(cell(variant), text, tmp_path, device="cpu", amounts=FEW)
@@ -173,6 +174,7 @@ def rows(folder):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.full
 def test_the_command_writes_a_line_a_cell_and_takes_what_is_done(tmp_path, text, capsys):
     assert command(tmp_path, text, "--variants", "nsa,dense", "--seeds", "0") == 0
     first = rows(tmp_path)

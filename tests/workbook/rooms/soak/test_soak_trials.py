@@ -53,6 +53,7 @@ def test_a_restarted_training_repeats_the_steps_of_the_one_that_went_on(whole):
     assert claims.goes_on_after_the_restart(whole).verdict == "PASS"
 
 
+@pytest.mark.full
 def test_a_loss_that_differs_by_its_last_bit_is_not_the_same(whole):
     before, after = whole.parts
     rows = after.rows.copy()

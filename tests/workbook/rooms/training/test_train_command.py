@@ -185,6 +185,7 @@ def test_profiled_steps_leave_a_trace_and_tables_that_are_printed(place, capsys)
     assert len(losses_of(place / "p")) == 4
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.usefixtures("nothing_before")
 def test_a_memory_snapshot_is_printed_and_in_the_report_with_its_picture(place, capsys):
