@@ -18,14 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.model import shards, tokens
+from nsa.model import shards
 from nsa.spelling import nearest
 from workbook.lab import todays
-from workbook.rooms.quality.cells import BYTES, MODELS, VARIANTS, Cell, cells_of
+from workbook.rooms.quality.cells import BYTES, MODELS, VARIANTS, Cell, cells_of, text_of
 from workbook.runs.files import plain
 
 SETUP_S, EVALUATE_S = 25.0, 35.0  # first guesses, replaced by the slowest seen
-FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of packages held out, the first that leaves enough text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -141,28 +140,10 @@ def _cells(arguments: argparse.Namespace) -> list[Cell]:
 
 
 def _text(arguments: argparse.Namespace, cells: Sequence[Cell]) -> shards.Shards:
-    """The text, made unless it is there; as much is held out as the longest evaluation reads."""
     most, vocab = arguments.max_text, arguments.vocab
     name = "text" if most is None else f"text-{most}"
     folder = _work(arguments) / (name if vocab == BYTES else f"{name}-{vocab}-ids")
-    if (folder / "manifest.json").is_file():
-        found = shards.opened(folder)
-    else:
-        found = _built(arguments, cells, folder)
-    if vocab != BYTES and "tokenizer" not in found.manifest:
-        found = tokens.tokenize(found, vocab)
-    return found
-
-
-def _built(arguments: argparse.Namespace, cells: Sequence[Cell], folder: Path) -> shards.Shards:
-    least = 4 * arguments.longest * max(cell.tokens for cell in cells)
-    least *= 1 if arguments.vocab == BYTES else 4  # bytes of a token, at most
-    for fraction in FRACTIONS:
-        try:
-            return shards.build(folder, least, max_bytes=arguments.max_text, fraction=fraction)
-        except ValueError as error:
-            short = error
-    raise short
+    return text_of(cells, folder, arguments.longest, most)
 
 
 def _rows(files: Sequence[str]) -> list[dict[str, Any]]:

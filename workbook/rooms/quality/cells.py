@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from nsa.config import NSAConfig
+from nsa.model import shards, tokens
 from nsa.model.config import ModelConfig, keep_int
 from nsa.model.presets import dense_twin, production
 from nsa.model.train_config import TrainConfig
@@ -19,6 +21,7 @@ def _blocks(block: int, stride: int, select: int, count: int) -> dict[str, int]:
 
 BASE, DENSE = "nsa", "dense"
 BYTES = 256  # ids of text in bytes
+FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of packages held out, the first that leaves enough text
 CONTROLS = ("window", "compressed")  # which must lose
 # Variants whose blocks dense attention's weights are summed by.
 BLOCKS = (BASE, "half-blocks", "quarter-blocks", "select-64")
@@ -148,3 +151,34 @@ def cells_of(
         for seed in seeds
         for variant in variants
     ]
+
+
+def text_of(
+    cells: Sequence[Cell], folder: Path, longest: int, most: int | None = None
+) -> shards.Shards:
+    """Text of this Python's packages for cells of one vocabulary, made in `folder` unless it is
+    there; as much is held out as evaluations of `longest` times the trained length read.
+
+    Raises:
+        ImportError: cells are of tokens, and tokenizers is missing.
+        ValueError: The packages have too little text, or yield fewer ids.
+    """
+    vocab = cells[0].vocab
+    least = 4 * longest * max(cell.tokens for cell in cells)
+    least *= 1 if vocab == BYTES else 4  # bytes of a token, at most
+    if (folder / "manifest.json").is_file():
+        found = shards.opened(folder)
+    else:
+        found = _built(folder, least, most)
+    if vocab != BYTES and "tokenizer" not in found.manifest:
+        found = tokens.tokenize(found, vocab)
+    return found
+
+
+def _built(folder: Path, least: int, most: int | None) -> shards.Shards:
+    for fraction in FRACTIONS:
+        try:
+            return shards.build(folder, least, max_bytes=most, fraction=fraction)
+        except ValueError as error:
+            short = error
+    raise short

@@ -56,7 +56,9 @@ class Planted:
             raise ValueError(f"tokens={tokens} do not hold a planted task; at least {LEAST} would")
         ids, after = self.text.batch(step, batch, tokens)
         rows = torch.cat((ids, after[:, -1:]), 1)
-        answers = [self._plant(row, step * batch + index) for index, row in enumerate(rows)]
+        spelling = np.array(getattr(self.text, "spelling", range(256)))  # ids of the bytes
+        first = step * batch
+        answers = [self._plant(row, first + index, spelling) for index, row in enumerate(rows)]
         if self.kind is None:
             return with_successors(rows, device)
         targets = torch.full_like(rows, IGNORED)
@@ -64,7 +66,7 @@ class Planted:
             target[places] = row[places]
         return rows[:, :-1].contiguous().to(device), targets[:, 1:].contiguous().to(device)
 
-    def _plant(self, row: Tensor, number: int) -> Tensor:
+    def _plant(self, row: Tensor, number: int, spelling: np.ndarray) -> Tensor:
         """Write the lines into a row [T + 1]; return the places of the answers' ids."""
         random = generator(OWN_SEEDS + self.seed, number)
         slots = row.shape[0] // LINE
@@ -73,7 +75,6 @@ class Planted:
         tasks = [_lines(self.kind or KINDS[kind], random) for kind in kinds]
         free, answers = torch.randperm(slots, generator=random), []
         written = row.numpy()  # the same memory; a write costs a tenth of a tensor's
-        spelling = np.array(getattr(self.text, "spelling", range(256)))
         for facts, questions in tasks:
             lines = facts + questions
             mine, free = free[: len(lines)].sort().values, free[len(lines) :]

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.model import shards, tokens
 from nsa.spelling import choice
 from whyhung.process import gpus
 from workbook.lab import sweep
-from workbook.rooms.quality.cells import BASE, BYTES, DENSE, Cell, cells_of
+from workbook.rooms.quality.cells import BASE, BYTES, DENSE, Cell, cells_of, text_of
 from workbook.rooms.quality.planted import KINDS
 from workbook.runs import measured, metrics
 from workbook.runs.measured import FILE, write
@@ -86,10 +85,7 @@ def measure(
     most = None if on_gpu else MAX_TEXT
     with tempfile.TemporaryDirectory() as made:
         if text is None:
-            least = longest * max(cell.tokens for cell in chosen) + 1
-            built = shards.build(made, least, max_bytes=most)
-            if chosen[0].vocab != BYTES:
-                tokens.tokenize(built, chosen[0].vocab)
+            text_of(chosen, Path(made), longest, most)
         common = {
             "text": str(text or made),
             "device": device,
