@@ -85,11 +85,12 @@ def estimate(batch: Batch, at_once: int) -> str:
     left = [job.planned for job in batch.jobs if job.status in (TO_RUN, STOPPED)]
     if not left:
         return "nothing is to be run"
-    seconds = defaultdict(list)
+    wanted, seconds = {planned.notebook.stem for planned in left}, defaultdict(list)
     for folder in Store(batch.root).folders():
-        content, facts = record.load(folder), read_json(folder / "environment.json", {})
-        if content.get("status") == OK:
-            seconds[content.get("notebook"), _gpus(facts)].append(content.get("seconds") or 0.0)
+        content = record.load(folder)
+        if content.get("notebook") in wanted and content.get("status") == OK:
+            facts = read_json(folder / "environment.json", {})
+            seconds[content["notebook"], _gpus(facts)].append(content.get("seconds") or 0.0)
     usual = {kind: statistics.median(times) for kind, times in seconds.items()}
     kinds = [(planned.notebook.stem, _gpus(planned.environment)) for planned in left]
     known = [usual[kind] for kind in kinds if kind in usual]
