@@ -172,7 +172,7 @@ def unions(df: pandas.DataFrame) -> pandas.DataFrame:
     """Mean number of distinct blocks of 4 and 8 neighbouring queries, by kind of queries and T."""
     rows = labelled(df)
     rows = rows[rows["metric"].str.startswith("mean_union_of_")]
-    rows = rows.assign(neighbours=rows["metric"].str.rpartition("_")[2].astype(int))
+    rows = rows.assign(neighbours=rows["metric"].str.removeprefix("mean_union_of_").astype(int))
     lines = [*CURVE, "neighbours"]
     table = rows.pivot_table("median", lines, "x_value", aggfunc="last", sort=False)
     return table.rename_axis(columns="T").round(1)

@@ -352,6 +352,15 @@ def test_what_nothing_was_measured_of_has_no_panel_but_a_line(tmp_path):
         drawn.savefig(tmp_path / "figure.png")
 
 
+def test_a_run_without_a_time_has_its_figures_and_tables():
+    lost = cell("triton", MAIN, None, outcome="not run", union={})
+    df = frame(lost)
+    assert set(df[df["metric"] == "latency"]["backend"]) == {"triton", "limit"}
+    for axes in plots.of_limit(df).axes:
+        assert "nothing was measured" in {text.get_text() for text in axes.texts}
+    assert not len(table.unions(df))
+
+
 def test_what_there_was_no_time_for_is_no_failure():
     late = cell("masked", LONG, None, outcome="not run")
     full = cell("masked", replace(MAIN, tokens=16384), None)
