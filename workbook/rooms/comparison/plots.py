@@ -59,7 +59,9 @@ def of_limit(df, *, note: str = ""):
 
     The axis starts at 0, unless the range is too large: then it is logarithmic.
     """
-    if not (df["metric"] == "fraction_of_limit").any():  # no time was measured, as latency's rows say
+    if not (
+        df["metric"] == "fraction_of_limit"
+    ).any():  # no time was measured, as latency's rows say
         rows = df[(df["metric"] == "latency") & ~df["backend"].isin(LIMITS.values())]
         df = rows.assign(metric="fraction_of_limit", median=float("nan"))
     return _over_tokens(df, "fraction_of_limit", "share of the limit", note)

@@ -49,8 +49,9 @@ def as_good_at_equal_tokens(rows: Rows, tokens: int) -> Claim:
     dense = table.over_seeds(rows, DENSE, tokens, table.bits).mean
     found = table.paired(rows, BASE, DENSE, tokens, table.bits)
     share = Interval(tuple(100 * value / dense for value in found.values))
-    sentence = f"at {length(tokens)} and equal tokens NSA has {share.told('+.2f')} % of dense's "
-    sentence += f"bits a byte more, at most {100 * CLOSE:g} %"
+    told = f"{share.told('+.2f')} % of dense's bits a byte more, " if share.values else ""
+    sentence = f"at {length(tokens)} and equal tokens NSA has {told}at most {100 * CLOSE:g} %"
+    sentence += "" if told else " more bits a byte than dense"
     return _decided(rows, tokens, sentence, share, most=100 * CLOSE)
 
 
@@ -60,7 +61,8 @@ def better_at_equal_minutes(rows: Rows, tokens: int) -> Claim:
     if any(row.get("device") == "cpu" for row in rows):
         return Claim.not_here(sentence, "seconds of a CPU say nothing about a GPU's")
     found = table.equal_minutes(rows, tokens)
-    return _decided(rows, tokens, f"{sentence}: {found.told('+.4f')}", found, most=0.0)
+    sentence += f": {found.told('+.4f')}" if found.values else ""
+    return _decided(rows, tokens, sentence, found, most=0.0)
 
 
 def falls_with_position(rows: Rows, tokens: int) -> Claim:
@@ -73,7 +75,8 @@ def falls_with_position(rows: Rows, tokens: int) -> Claim:
         for variant in (BASE, DENSE)
     )
     found = table.paired(rows, DENSE, BASE, tokens, lambda row: table.falls(row, FROM))
-    sentence += f" by {mine.told()} bits a byte, as dense's does by {dense.told()}"
+    if mine.values and dense.values:
+        sentence += f" by {mine.told()} bits a byte, as dense's does by {dense.told()}"
     if dense.values and dense.mean < FALL:
         return Claim.not_here(sentence, f"dense attention's own falls by less than {FALL:g}")
     return _decided(rows, tokens, sentence, found, most=dense.mean / 10)
@@ -85,8 +88,9 @@ def recalls_as_dense(rows: Rows, tokens: int, kind: str) -> Claim:
         table.over_seeds(rows, variant, tokens, table.accuracy(kind)) for variant in (BASE, DENSE)
     )
     found = table.paired(rows, DENSE, BASE, tokens, table.accuracy(kind))
-    sentence = f"at {length(tokens)} NSA's accuracy of {kind} is {mine.told('.3f')}, at least that "
-    sentence += f"of dense, {dense.told('.3f')}, less {SHARE:g}"
+    mean, other = (f"{x.told('.3f')}, " if x.values else "" for x in (mine, dense))
+    sentence = f"at {length(tokens)} NSA's accuracy of {kind} is {mean}at least that of dense, "
+    sentence += f"{other}less {SHARE:g}"
     if dense.values and dense.mean < FOUND:
         return Claim.not_here(sentence, f"dense attention itself answers fewer than {FOUND:g}")
     return _decided(rows, tokens, sentence, found, most=SHARE)

@@ -134,6 +134,13 @@ def test_a_diverged_seed_is_counted_and_stands_in_no_mean():
     assert list(table.notes([failed])["message"]) == ["oom: full"]
 
 
+def test_a_claim_on_nothing_measured_has_no_number_in_its_sentence():
+    found = [{"cell": one["cell"], "outcome": "not run", "message": "late"} for one in rows()]
+    told = claims.all_claims(found)
+    assert {claim.verdict for claim in told} == {"INCONCLUSIVE"}
+    assert not any("none" in claim.claim for claim in told)
+
+
 def test_equal_minutes_are_those_of_the_faster_and_read_between_looks():
     assert table.at_seconds(row("nsa", 0, bits=1.0), 75.0) == pytest.approx(1.5)
     found = table.equal_minutes(rows(noise=0.0), T)  # dense at 100 of its 150 s: a third to go
