@@ -18,9 +18,9 @@ from workbook.runs.store import Run
 def again(folder: Path) -> dict[str, dict]:
     """{"tables": by name, "claims": by name, "figures": by name} of the run in `folder`."""
     read = {
-        "00": correctness, "01": memory, "02": comparison, "03": step5, "04": throughput,
+        "00": correctness, "01": memory, "02": comparison, "03": metrics_alone, "04": throughput,
         "05": tracing, "06": settlement, "07": selfcheck,
-        "08": ab, "09": estimate, "10": soak, "11": decode,
+        "08": metrics_alone, "09": estimate, "10": soak, "11": decode,
         "12": long_context, "13": quality,
     }  # fmt: skip
     df = Run(folder).metrics()
@@ -30,8 +30,8 @@ def again(folder: Path) -> dict[str, dict]:
     return {"tables": {}, "figures": {}, "claims": claims} | found
 
 
-def ab(df, folder, of):
-    """Its rules need the trials' processes; what is held is the table that they left."""
+def metrics_alone(df, folder, of):
+    """What else is shown needs the trials' own evidence; what is held is the table of numbers."""
     return {"tables": {"metrics": df}}
 
 
@@ -142,12 +142,6 @@ def comparison(df, folder, of):
             "memory": plots.memory(df),
         },
     }
-
-
-def step5(df, folder, of):
-    here = room("case_study.step5", "plots", "table")
-    tables = {"timings": here.table.timings(), "memory": here.table.memory()}
-    return {"tables": {"metrics": df} | tables, "figures": {"memory": here.plots.memory_table()}}
 
 
 def throughput(df, folder, of):

@@ -283,7 +283,6 @@ def test_the_figures_are_drawn_from_any_evidence(healthy, decided, empty):
     both = [decision.decide(stored, name) for name in decision.SUBJECTS]
     assert len(table.decided(both).columns) == 2
     plt.close(plots.console_beside_heartbeat(healthy.named["1 x"]))
-    plt.close(plots.memory_table())
 
 
 def test_the_tables_have_a_row_a_trial_and_metrics_have_the_houses_columns(healthy):

@@ -8,7 +8,7 @@ import numpy as np
 
 from workbook.rooms.case_study import figures as case_study
 from workbook.rooms.case_study.figures import ALL_TIMINGS, OFF
-from workbook.rooms.case_study.loop.design import peak_mib
+from workbook.rooms.case_study.loop.design import held, peak_mib, production
 from workbook.rooms.case_study.settlement.claims import CONTRADICTED, KINDS, Settled
 from workbook.runs import looks
 
@@ -21,24 +21,37 @@ COLOURS = {
     "INCONCLUSIVE": "#6E6E6E",
     CONTRADICTED: "#000000",
 }
+PARTS = (
+    ("window", "window's copies", "#56B4E9"),
+    ("selected", "selected copies", "#CC79A7"),
+    ("compressed", "compressed copies", "#E69F00"),
+    ("rest", "all else", "#BBBBBB"),
+)
+GIB = 2**30
 
 
 def memory():
-    """Plot reported peaks, the copies that explain them, its estimator, and a right window's."""
+    """Plot reported peaks, the copies that explain them with their parts, its estimator, and the
+    copies of a right window."""
     tokens = np.array(sorted(case_study.MEMORY_MIB))
     fine = np.unique(np.geomspace(tokens[0], 2 * tokens[-1], 25).astype(int))
-    copies = [peak_mib(5, int(t)) / 1024 for t in fine]
+    found = [held(production(5), int(t)) for t in fine]
     right = [peak_mib(5, int(t), right_window=True) / 1024 for t in fine]
     estimate = case_study.estimate_mib(fine) / 1024
     reported = [case_study.MEMORY_MIB[int(t)] / 1024 for t in tokens]
     with looks.figure(1, 3.9) as (fig, (axes,)):
-        axes.plot(fine, copies, "--", color=BLUE, label="predicted: one copy a token")
+        for name, label, colour in PARTS:
+            sizes = [getattr(one, name) / GIB for one in found]
+            axes.plot(fine, sizes, lw=1, color=colour, label=label)
+        copies = [one.total / GIB for one in found]
+        axes.plot(fine, copies, "--", color=BLUE, label="predicted, all of these: a copy a token")
         axes.plot(fine, right, ":", color=GREEN, label="with a window that sees its w keys")
         axes.plot(fine, estimate, "-.", color=GREY, lw=1.1, label="its estimator, a + b T²")
         axes.plot(tokens, reported, "o", color=ORANGE, ms=7, label="reported, 5 layers")
         axes.set(xscale="log", yscale="log", xlabel="T (tokens)", ylabel="peak memory (GiB)")
+        axes.set_ylim(0.02, None)
         looks.plain_ticks(axes, [*tokens, 4096])
-        axes.set_yticks([0.2, 0.5, 1, 2, 5, 10, 20, 50, 100])
+        axes.set_yticks([0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100])
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(False, which="minor")
         looks.title(axes, "A step's peak: copies explain it, T² does not", "fp32, batch 1")

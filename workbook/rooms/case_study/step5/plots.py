@@ -2,29 +2,19 @@
 
 import numpy as np
 
-from workbook.rooms.case_study.figures import ESTIMATE_MIB, MEMORY_MIB
-from workbook.rooms.case_study.loop.design import held, production
+from whyhung.verdict.pace import fraction
 from workbook.rooms.case_study.step5.trials import OBSERVERS, PRINTS, Results, Trial
 from workbook.runs import looks
 
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#C00000", "#8a8a8a"
-GIB = 2**30
-DONE = {"forward": 0.25, "backward": 0.5, "optimizer": 0.95, "end": 1.0}  # of a step, by phase
 
 
 def coordinate(trial: Trial) -> tuple[np.ndarray, np.ndarray]:
     """Seconds since the first step began, and P as steps done, counting the backward's nodes."""
-    began = trial.evidence.began_s or 0.0
-    times, steps = [], []
-    for sample in trial.evidence.of(0):
-        p = sample.p
-        if p.step >= 0:
-            done = DONE.get(p.phase, 0.0)
-            if p.phase == "backward" and p.total:
-                done += 0.45 * min(1.0, p.fired / p.total)
-            times.append(sample.t - began)
-            steps.append(p.step + done)
-    return np.array(times), np.maximum.accumulate(np.array(steps))
+    seen = [sample for sample in trial.evidence.of(0) if sample.p.step >= 0]
+    times = np.array([sample.t for sample in seen]) - (trial.evidence.began_s or 0.0)
+    steps = np.array([trial.steps * fraction(sample.p, trial.steps) for sample in seen])
+    return times, np.maximum.accumulate(steps)
 
 
 def console_beside_heartbeat(trial: Trial):
@@ -87,35 +77,4 @@ def said_and_reached(results: Results):
         axes.set(ylim=(len(names) - 0.5, -0.5))
         looks.title(axes, "What is printed decides where a run is said to hang")
         axes.grid(False, axis="y")
-    return fig
-
-
-def memory_table():
-    """Plot the case study's memory table as dots, and the sum of the copies as bars."""
-    tokens, at = list(MEMORY_MIB), range(len(MEMORY_MIB))
-    found = [held(production(5), t) for t in tokens]
-    parts = {
-        "window's copies": ([f.window for f in found], BLUE),
-        "selected copies": ([f.selected for f in found], GREEN),
-        "compressed copies": ([f.compressed for f in found], "#56B4E9"),
-        "all else": ([f.rest for f in found], GREY),
-    }
-    with looks.figure(1, 3.6) as (fig, (axes,)):
-        below = np.zeros(len(tokens))
-        for name, (sizes, colour) in parts.items():
-            values = np.array(sizes) / GIB
-            axes.bar(at, values, 0.6, bottom=below, color=colour, label=name)
-            below += values
-        reported = [MEMORY_MIB[t] / 1024 for t in tokens]
-        axes.plot(at, reported, "X", color=RED, ms=9, mec="white", label="reported")
-        for x, (added, said) in enumerate(zip(below, reported, strict=True)):
-            where = {"xytext": (-9 if x else 0, 8), "ha": "right" if x else "center"}
-            point = x, max(added, said)
-            text = f"{added:.2f} | {said:.2f}"
-            axes.annotate(text, point, textcoords="offset points", fontsize=8, **where)
-        estimate = [ESTIMATE_MIB[t] / 1024 for t in tokens]
-        axes.plot(at, estimate, "--", color="black", lw=1.1, label="its estimator")
-        axes.set_xticks(at, [f"T {t}" for t in tokens])
-        axes.set(xlabel="tokens of the sequence", ylabel="peak memory of a step (GiB)")
-        looks.title(axes, "5 layers: copies add up to the table", "predicted | reported")
     return fig

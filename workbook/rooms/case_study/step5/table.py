@@ -9,8 +9,6 @@ from whyhung.verdict import explain
 from workbook.lab.search import candidates
 from workbook.rooms.case_study.answers import SAME
 from workbook.rooms.case_study.decision import SUBJECTS, TREE, Decision
-from workbook.rooms.case_study.figures import PEAKS_MIB, TIMINGS
-from workbook.rooms.case_study.loop.design import peak_mib
 from workbook.rooms.case_study.loop.subject import CASE_STUDY
 from workbook.rooms.case_study.step5.trials import Results, Trial
 
@@ -50,14 +48,6 @@ def state(results: Results) -> pandas.DataFrame:
     return table.set_index("what")
 
 
-def timings() -> pandas.DataFrame:
-    """Timings of the case study's nine steps, by operation count."""
-    columns = ["layers", "T", "GPU", "seconds", "operations", "us an operation", "said"]
-    rows = [(t.layers, t.tokens, t.gpu, t.seconds, t.operations, round(t.microseconds, 1), t.said)
-            for t in TIMINGS]  # fmt: skip
-    return pandas.DataFrame(rows, columns=columns)
-
-
 def operations(results: Results) -> pandas.DataFrame:
     """Operations of the exhibit, as counted here: of a step, and of each token in one layer."""
     columns = ["path", "layers", "tokens", "forward", "backward", "operations", "syncs", "nodes",
@@ -66,16 +56,6 @@ def operations(results: Results) -> pandas.DataFrame:
     each = table["operations"] / table["layers"] / table["tokens"]
     table.insert(6, "a token", each.round(1))
     return table.set_index(["path", "tokens"])
-
-
-def memory() -> pandas.DataFrame:
-    """Memory table of the case study, MiB, and its prediction: 5 layers by T, and 12 at T 2048."""
-    rows = []
-    for (layers, tokens), mib in PEAKS_MIB.items():
-        found, right = (peak_mib(layers, tokens, right_window=right) for right in (False, True))
-        rows.append((layers, tokens, mib, round(found), found / mib - 1, round(right)))
-    columns = ["layers", "T", "reported", "exhibit", "error", "with a correct window"]
-    return pandas.DataFrame(rows, columns=columns).set_index(["layers", "T"])
 
 
 def recorded(results: Results) -> pandas.DataFrame:
