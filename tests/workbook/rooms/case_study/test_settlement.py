@@ -62,6 +62,11 @@ def fact(name, holds, *evidence):
     return Fact(name, "", value, ">=", 1.0, evidence=evidence)
 
 
+def row_of(*sides):
+    named = zip(SIDES.values(), sides, strict=False)
+    return Row("C1", "x", "y", {verdict: names for verdict, names in named if names})
+
+
 @pytest.mark.parametrize(
     ("confirms", "refutes", "explains", "verdict"),
     [
@@ -77,7 +82,7 @@ def fact(name, holds, *evidence):
     ],
 )
 def test_the_rule(confirms, refutes, explains, verdict):
-    row = Row("C1", "x", "y", ("a",), ("b",), ("c",))
+    row = row_of(("a",), ("b",), ("c",))
     known = {"a": fact("a", confirms), "b": fact("b", refutes), "c": fact("c", explains)}
     [one] = settle(known, [row])
     assert one.verdict == verdict
@@ -85,7 +90,7 @@ def test_the_rule(confirms, refutes, explains, verdict):
 
 
 def test_a_side_holds_only_whole_and_not_asks_for_the_contrary():
-    row = Row("C1", "x", "y", ("a", "not b"), ("not a",))
+    row = row_of(("a", "not b"), ("not a",))
     for a, b, verdict in (
         (True, False, "CONFIRMED"),
         (True, True, "INCONCLUSIVE"),
@@ -98,10 +103,10 @@ def test_a_side_holds_only_whole_and_not_asks_for_the_contrary():
 def test_a_stated_number_decides_nothing_alone_and_is_named_beside_others():
     stated, measured = fact("a", True, "table:RERUN"), fact("b", True, "table:MEMORY_MIB")
     known = {"a": stated, "b": measured, "c": fact("c", False)}
-    [alone] = settle(known, [Row("C1", "x", "y", ("a",), ("c",))])
+    [alone] = settle(known, [row_of(("a",), ("c",))])
     assert alone.verdict == "INCONCLUSIVE" and "stated" not in str(alone)
     assert alone.settles == "CONFIRMED by stated numbers alone, a"
-    [both] = settle(known, [Row("C1", "x", "y", ("a", "b"), ("c",))])
+    [both] = settle(known, [row_of(("a", "b"), ("c",))])
     assert str(both) == "C1 CONFIRMED: x; stated, without a record: a"
     assert (stated.seen, measured.seen) == ("1 (>= 1 asked, stated)", "1 (>= 1 asked)")
 
@@ -247,9 +252,9 @@ def test_a_run_without_facts_is_refused(kept, complaint):
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        (Row("C1", "x", "y", ("no such",), ("b",)), "'no such', which is no fact"),
-        (Row("C1", "x", "y", (), ("b",)), "names no facts that confirm it"),
-        (Row("C1", "x", "y", ("b",)), "or none that do otherwise"),
+        (row_of(("no such",), ("b",)), "'no such', which is no fact"),
+        (row_of((), ("b",)), "names no facts that confirm it"),
+        (row_of(("b",)), "or none that do otherwise"),
     ],
 )
 def test_a_row_that_could_come_out_one_way_only_is_refused(row, complaint):
@@ -264,7 +269,7 @@ def test_claims_carry_facts_with_their_limits_and_fail_when_contradicted(found):
     assert json.dumps([claim.evidence for claim in made])
     told = made[6].evidence["facts"]["speed-is-66"]
     assert told[1:] == [False, "4.987 (<= 1.1 asked)"]
-    row = Row("C1", "x", "y", ("a",), ("b",))
+    row = row_of(("a",), ("b",))
     both = settle({"a": fact("a", True), "b": fact("b", True)}, [row])
     assert [claim.verdict for claim in claims.all_claims(both)] == ["FAIL"]
     assert claims.fewer_undecided_than(both, 46).verdict == "FAIL"

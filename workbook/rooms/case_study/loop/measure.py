@@ -11,19 +11,27 @@ weights, moments, generators, the allocator, the graph, or Python's objects.
 import gc
 import hashlib
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from workbook.lab import sweep
 from workbook.lab.measure.counting import Count
 from workbook.lab.measure.kernels import device_work
-from workbook.lab.measure.recorders import MIB, profiled, recorder_for
-from workbook.rooms.case_study.loop.design import held
+from workbook.lab.measure.recorders import MIB, profiled, recorder_for, training_tensors
+from workbook.lab.measure.timing import once_ms, wait
+from workbook.rooms.case_study.loop.design import SEQUENTIAL, held, peak_mib
 from workbook.rooms.case_study.loop.model import attend_loop, attend_masked
 from workbook.rooms.case_study.loop.subject import ExhibitLoop
+
+ENTRY = "workbook.rooms.case_study.loop.measure:several"
+DEADLINE_S = 580.0  # of the steps that `estimated_memory` is extrapolated from
+LAYERS = 5  # of the report's memory table
 
 
 def count(loss: Callable[[], Tensor]) -> Count:
@@ -58,19 +66,12 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
     loop = ExhibitLoop(spec)
     chosen, tokens, device = loop.model.design, loop.settings["tokens"], loop.settings["device"]
     checkpointing = loop.settings["checkpointing"]
-    parameters = list(loop.model.parameters())
-
-    def watched() -> dict[str, list[Tensor]]:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return {"parameters": parameters, "gradients": gradients}
-
     inputs, targets = loop.batch(0)
     loop.model(inputs[:, :1], targets[:, :1])[1].backward()  # libraries allocate their memory now
     loop.model.zero_grad(set_to_none=True)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait(torch.device(device))
     started = time.perf_counter()
-    with recorder_for(device, watched) as recorder:
+    with recorder_for(device, training_tensors(loop.model, loop.optimizer)) as recorder:
         recorder.on_phase("forward", 0)
         _, loss = loop.model(inputs, targets)
         recorder.on_phase("backward", 0)
@@ -99,21 +100,16 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
     spec: settings of workbook.rooms.case_study.loop.subject.
     """
     loop = ExhibitLoop(spec)
-    on_gpu = loop.settings["device"] == "cuda"
-    batch = loop.batch(0)
+    device, batch = torch.device(loop.settings["device"]), loop.batch(0)
 
     def loss() -> Tensor:
         return loop.model(*batch)[1]
 
-    def step() -> float:
-        started = time.perf_counter()
+    def step() -> None:
         loss().backward()
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
 
     step()
-    seconds = sorted(step() for _ in range(3))[1]
+    seconds = statistics.median(once_ms(step, device) for _ in range(3)) / 1e3
     counted = count(loss)
     return {
         "path": loop.model.design.path,
@@ -125,7 +121,7 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
         "operations": counted.total,
         "syncs": counted.syncs,
         "nodes": counted.nodes,
-        "kernels": count_kernels(step) if on_gpu else None,
+        "kernels": count_kernels(step) if device.type == "cuda" else None,
         "seconds": seconds,
         "microseconds": 1e6 * seconds / counted.total,
         "most": counted.by_name.most_common(8),
@@ -176,14 +172,34 @@ def difference(spec: dict[str, Any]) -> dict[str, Any]:
 
 def several(spec: dict[str, Any]) -> dict[str, Any]:
     """{"rows"} of the trial `measure` above for each of `settings`, in one process."""
-    known = {
-        "memory": memory,
-        "operations": operations,
-        "state": difference,
-        "attention": attention,
-    }
-    measure = known[spec["measure"]]
+    known = (memory, operations, attention)
+    measure = {"state": difference, **{one.__name__: one for one in known}}[spec["measure"]]
     return {"rows": [measure(one) for one in spec["settings"]]}
+
+
+def estimated_memory(
+    tokens: Sequence[int], *, longest: int, device: str, folder: str | Path
+) -> list[dict[str, Any]]:
+    """Estimated memory of a step of the loop as it was, with LAYERS layers, one row a T:
+    {"tokens", "mib", "how"}. Up to `longest` extrapolated from real steps of one and two layers, by
+    their difference per layer; beyond, or where those failed, from its shapes."""
+    near = [t for t in tokens if t <= longest]
+
+    def spec(t: int, share_s: float) -> dict[str, Any]:
+        common = {"design": "production", "tokens": t, "device": device}
+        two = [common | {"changes": {"layers": n, "defects": [*SEQUENTIAL]}} for n in (1, 2)]
+        return {"measure": "memory", "settings": two}
+
+    ended = sweep.measure(
+        ENTRY, near, spec, deadline_s=DEADLINE_S, folder=folder, name="loop at T {}".format
+    )
+    rows = {t: {"mib": peak_mib(LAYERS, t), "how": "from shapes"} for t in tokens}
+    for t, one in zip(near, ended, strict=True):
+        if one.result:
+            first, second = (row["peak_mib"] for row in one.result["rows"])
+            mib = first + (LAYERS - 1) * (second - first)
+            rows[t] = {"mib": mib, "how": "from real steps of 1 and 2 layers"}
+    return [{"tokens": t} | row for t, row in rows.items()]
 
 
 def _watched_step(loop: ExhibitLoop, i: int) -> dict[str, Any]:

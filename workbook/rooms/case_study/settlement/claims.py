@@ -122,31 +122,25 @@ def _fact(name: str, told: Mapping[str, Any], value: float | None, config: Mappi
 
 @dataclass(frozen=True)
 class Row:
-    """Claim of the case study, with the fields of rows.yaml."""
+    """Claim of the case study, with the fields of rows.yaml; `sides`: facts, by their verdict."""
 
     id: str
     claim: str
     predicts: str
-    confirms: Sequence[str] = ()
-    refutes: Sequence[str] = ()
-    explains: Sequence[str] = ()
-    voids: Sequence[str] = ()
+    sides: Mapping[str, Sequence[str]]
     retraction: str = ""
     otherwise: str = ""
 
-    @property
-    def sides(self) -> dict[str, Sequence[str]]:
-        """Facts of each side that the row has, by its verdict."""
-        found = {verdict: getattr(self, side) for side, verdict in SIDES.items()}
-        return {verdict: names for verdict, names in found.items() if names}
-
 
 def all_rows() -> list[Row]:
-    """Claims of rows.yaml. ValueError for a field that Row does not have."""
-    rows = _told("rows.yaml")
-    for one in rows.values():
-        check_fields(Row, one, "a row", needed=("claim", "predicts"))
-    return [Row(id, **one) for id, one in rows.items()]
+    """Claims of rows.yaml. ValueError for a field that a row does not have."""
+    rows = []
+    for id, told in _told("rows.yaml").items():
+        sides = {verdict: told.pop(side, ()) for side, verdict in SIDES.items()}
+        sides = {verdict: names for verdict, names in sides.items() if names}
+        check_fields(Row, told, "a row", needed=("claim", "predicts"))
+        rows.append(Row(id, **told, sides=sides))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -221,7 +215,7 @@ def settle(facts: Mapping[str, Fact], rows: Sequence[Row] = ()) -> list[Settled]
         names = [name.removeprefix(NOT) for side in row.sides.values() for name in side]
         if unknown := [name for name in names if name not in facts]:
             raise ValueError(f"{row.id} stands on {unknown[0]!r}, which is no fact")
-        if not row.confirms or len(row.sides) < 2:
+        if SIDES["confirms"] not in row.sides or len(row.sides) < 2:
             raise ValueError(f"{row.id} names no facts that confirm it, or none that do otherwise")
         settled.append(Settled(row, {name: facts[name] for name in names}))
     return settled

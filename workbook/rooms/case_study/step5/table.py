@@ -87,36 +87,35 @@ def to_metrics(results: Results) -> list[dict]:
     """Rows for metrics.csv."""
     rows = []
 
-    def add(common: dict, metric: str, unit: str, median: float) -> None:
-        found = {"metric": metric, "unit": unit, "median": median}
-        rows.append({"mode": "step"} | common | found)
+    def add(operation: str, backend: str, config: dict, x: tuple, *numbers: tuple, **more: str):
+        """Add a row for each of `numbers`, (metric, unit, median), at x, (name, value)."""
+        place = {"operation": operation, "backend": backend, "mode": "step", "config": config}
+        place |= {"x_name": x[0], "x_value": x[1]} | more
+        for metric, unit, median in numbers:
+            rows.append(place | {"metric": metric, "unit": unit, "median": median})
 
     for t in results.trials:
         config = {"trial": t.id, **t.cell, "old_rule": t.old_verdict, "verdict": t.verdict.label}
-        common = {"operation": "trial", "backend": t.cell["path"], "config": config}
-        common |= {"x_name": "deadline", "x_value": t.cell["deadline"]}
-        add(common, "steps_reached", "steps", t.reached)
-        if t.said is not None:
-            add(common, "last_line", "steps", t.said)
-    step = {"operation": "step", "x_name": "tokens"}
+        numbers = [("steps_reached", "steps", t.reached)]
+        numbers += [("last_line", "steps", t.said)] * (t.said is not None)
+        add("trial", t.cell["path"], config, ("deadline", t.cell["deadline"]), *numbers)
     for row in results.operations:
         config = {"layers": row["layers"], "design": row["design"]}
-        common = step | {"backend": row["path"], "x_value": row["tokens"], "config": config}
-        add(common, "operations", "1", row["operations"])
-        add(common, "latency", "ms", 1e3 * row["seconds"])
+        counted = ("operations", "1", row["operations"])
+        timed = ("latency", "ms", 1e3 * row["seconds"])
+        add("step", row["path"], config, ("tokens", row["tokens"]), counted, timed)
     for row in results.memory:
-        config = {name: row[name] for name in ("layers", "design")}
+        config = {"layers": row["layers"], "design": row["design"]}
         config |= {"predicted": row["predicted_mib"]}
-        common = step | {"backend": "loop", "x_value": row["tokens"], "config": config}
+        peak = ("peak_memory", "MiB", row["peak_mib"])
+        timed = ("recorded_latency", "ms", 1e3 * row["seconds"])
         if math.isfinite(row["peak_mib"]):
-            add(common, "peak_memory", "MiB", row["peak_mib"])
-            add(common, "recorded_latency", "ms", 1e3 * row["seconds"])
+            add("step", "loop", config, ("tokens", row["tokens"]), peak, timed)
     for row in results.attention:
-        config = {name: row[name] for name in ("design", "defects")}
-        common = {"operation": "attention", "backend": row["path"], "mode": "forward"}
-        common |= {"config": config}
-        common |= {"x_name": "tokens", "x_value": row["tokens"], "device": "cpu"}
-        add(common, "error", "of the largest", row["error"])
+        config = {"design": row["design"], "defects": row["defects"]}
+        error = ("error", "of the largest", row["error"])
+        on = {"mode": "forward", "device": "cpu"}
+        add("attention", row["path"], config, ("tokens", row["tokens"]), error, **on)
     return rows
 
 

@@ -23,10 +23,10 @@ from workbook.lab.search.bisection import Bisection
 from workbook.lab.search.candidates import Found, Tried
 from workbook.lab.search.ledger import Ledger
 from workbook.rooms.case_study.loop.design import design
+from workbook.rooms.case_study.loop.measure import ENTRY
 from workbook.rooms.case_study.loop.subject import PrintSchedule, last_step
 
 SUBJECT = "workbook.rooms.case_study.loop.subject:make"
-MEASURE = "workbook.rooms.case_study.loop.measure:several"
 SLOWS = {"tracing": 2.0, "aux_stats": 1.1, "blocking": 1.5}  # observers, and their slowdown
 BASE = {"path": "loop", "layers": 1, "deadline": 1.0}
 BASE |= {"aux_stats": False, "tracing": False, "blocking": False, "prints": (5, 20), "lock_at": 0}
@@ -314,7 +314,7 @@ def investigate(
             return []
         spec = {"measure": name, "settings": measured[name]}
         how = {"deadline_s": deadline_s, "gpus": lab.gpus, "folder": folder, "progress": False}
-        [ended] = sweep.measure(MEASURE, [name], lambda name, share_s: spec, **how)
+        [ended] = sweep.measure(ENTRY, [name], lambda name, share_s: spec, **how)
         if ended.status != "ok":
             failed.append(f"{name}: {ended.status}, {ended.message}")
         return ended.result["rows"] if ended.result else []
