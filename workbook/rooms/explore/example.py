@@ -14,7 +14,7 @@ from nsa.blocks import compressed_span, count_compressed, count_selectable, wind
 from nsa.config import NSAConfig
 from nsa.reference.attend import attend, attention_probs
 from nsa.reference.compress import Phi, compress_keys, compress_values
-from nsa.reference.nsa import BRANCHES, compressed_visible, window_visible
+from nsa.reference.nsa import BRANCHES, compressed_visible
 from nsa.reference.select import selected_tokens
 from workbook.lab.measure.attention_inputs import Drawn, draw, importance_at, mean_union, select_at
 from workbook.lab.measure.shapes import Shape
@@ -112,15 +112,22 @@ class Example:
     @one_thread()
     def sees(self) -> dict[str, Tensor]:
         """Masks {branch: bool [R, R]} of tokens (columns) that contribute to each query (rows)."""
-        rows, tokens, span = self.rows, self.choice.tokens, compressed_span(self.config)
+        rows, span = self.rows, compressed_span(self.config)
         starts = torch.arange(self.k_cmp.shape[1])[:, None] * span.stride
         covers = (rows >= starts) & (rows < starts + span.length)  # [C, R]
-        visible = compressed_visible(rows, len(starts), self.config)[0, 0]
-        chosen = selected_tokens(self.selected[1][None, :, None], tokens, self.config)[0, 0]
+        visible = self._visible(rows, self.selected[1], self.choice.tokens)
+        found = {branch: visible[branch][0, 0][:, rows] for branch in ("slc", "win")}
+        return {"cmp": visible["cmp"][0, 0].float() @ covers.float() > 0} | found
+
+    def _visible(self, rows: Tensor, blocks: Tensor, tokens: int) -> dict[str, Tensor]:
+        """Masks {branch: [1, 1, R, S]} of the compressed keys, and of the first tokens, that the
+        queries at `rows` see when they select `blocks`."""
+        t = torch.arange(tokens)
+        past = t <= rows[:, None]
         return {
-            "cmp": visible.float() @ covers.float() > 0,
-            "slc": chosen[:, rows] & (rows <= rows[:, None]),
-            "win": window_visible(rows, self.config)[0, 0],
+            "cmp": compressed_visible(rows, self.k_cmp.shape[1], self.config),
+            "slc": selected_tokens(blocks[None, :, None], tokens, self.config) & past,
+            "win": (past & (t > rows[:, None] - self.config.window))[None, None],
         }
 
     def at(self, query: int) -> Seen:
@@ -136,12 +143,7 @@ class Example:
         config, position = self.config, torch.tensor([query])
         q, k = self.q[:, position], self.k[:, : query + 1]
         scores, blocks = self.selection(position)
-        t = torch.arange(query + 1)
-        visible = {
-            "cmp": compressed_visible(position, self.k_cmp.shape[1], config),
-            "slc": selected_tokens(blocks[None, :, None], query + 1, config),
-            "win": (t > query - config.window)[None, None, None],
-        }
+        visible = self._visible(position, blocks, query + 1)
         scale = self.choice.dim**-0.5
 
         def weights(branch: str, keys: Tensor) -> Tensor:
@@ -167,16 +169,9 @@ class Example:
     def output_norms(self) -> tuple[Tensor, Tensor]:
         """Positions [S], and the mean norm [S, 3] of a head's output in each branch there."""
         rows = self.rows[:: -(-len(self.rows) // OUTPUTS)]
-        config, tokens = self.config, self.choice.tokens
-        blocks, q = self.selection(rows)[1], self.q[:, rows, :HEADS]
-        t = torch.arange(tokens)
-        past = t <= rows[:, None]
-        visible = {
-            "cmp": compressed_visible(rows, self.k_cmp.shape[1], config),
-            "slc": selected_tokens(blocks[None, :, None], tokens, config) & past,
-            "win": (past & (t > rows[:, None] - config.window))[None, None],
-        }
-        values = {"cmp": compress_values(self.v, Phi(), config), "slc": self.v, "win": self.v}
+        visible = self._visible(rows, self.selection(rows)[1], self.choice.tokens)
+        q = self.q[:, rows, :HEADS]
+        values = {"cmp": compress_values(self.v, Phi(), self.config), "slc": self.v, "win": self.v}
         keys = {"cmp": self.k_cmp, "slc": self.k, "win": self.k}
         outputs = [
             attend(q, keys[b], values[b], visible[b], self.choice.dim**-0.5)[0] for b in BRANCHES

@@ -45,14 +45,14 @@ def definition(
     given = sizes_of(model) | {name: value for name, value in sizes.items() if value}
     query = 3 * tokens // 4 if query < 0 else query
     start = {"model": model, "tokens": tokens, **given, "queries": queries, "query": query}
-    _example(**_without(start)).at(query)
+    example_of(start).at(query)
     gates.gates_of(weights or model)
 
     def one(query: int, **values: Any):
-        return _example(**_without(values)), query
+        return example_of(values), query
 
     def shares(query: int, model: str, **values: Any):
-        return _example(**values), gates.gates_of(weights or model)
+        return example_of(values), gates.gates_of(weights or model)
 
     views = {
         "keys seen": lambda: plots.seen().fed(one),
@@ -61,7 +61,7 @@ def definition(
     }
 
     def told(query: int, **values: Any) -> list[str]:
-        return example.sentences(_example(**_without(values)), query)
+        return example.sentences(example_of(values), query)
 
     span = (plots.BEGIN, plots.END)
     return Panel(start, {}, told, _controls, _adjust, "query", span, views, plots.GRIPS)
@@ -69,11 +69,8 @@ def definition(
 
 def example_of(values: Mapping[str, Any]) -> Example:
     """Return the example of these panel values."""
-    return _example(**_without(values))
-
-
-def _without(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in ("model", "query")}
+    sizes = {name: value for name, value in values.items() if name not in ("model", "query")}
+    return _example(**sizes)
 
 
 @lru_cache(4)

@@ -149,29 +149,21 @@ def trace(
     `folder` keeps the files and output of each rank. A trial that fails gives a row for each rank,
     with its traceback or its last place, and never an exception here.
     """
-    found = Traced(setup, tuple(trials))
+    found, todo = Traced(setup, tuple(trials)), list(enumerate(trials))
+    how = {"ranks": setup.ranks, "deadline_s": deadline_s}
+    how["env"] = {"CUDA_VISIBLE_DEVICES": ""} if setup.device == "cpu" else None
     with lines(len(trials), progress, "trial") as say:
-        _launch_until_decided(found, entry, deadline_s, Path(folder), threads, say)
+        while todo:
+            place = Path(folder, f"launch-{found.launches}")
+            place.mkdir(parents=True, exist_ok=True)
+            for left in place.glob("trial-*.json"):
+                left.unlink()
+            spec = {"setup": asdict(setup), "folder": str(place.resolve()), "threads": threads}
+            spec["trials"] = [[number, asdict(trial)] for number, trial in todo]
+            rows = run_ranks(entry, spec, folder=place, **how)
+            found.launches += 1
+            todo = todo[_collect(found, todo, rows, place, say) :]
     return found
-
-
-def _launch_until_decided(
-    found: Traced, entry: str, deadline_s: float, folder: Path, threads: int | None, say: Callable
-) -> None:
-    setup, todo = found.setup, list(enumerate(found.trials))
-    while todo:
-        place = Path(folder, f"launch-{found.launches}")
-        place.mkdir(parents=True, exist_ok=True)
-        for left in place.glob("trial-*.json"):
-            left.unlink()
-        spec = {"setup": asdict(setup), "folder": str(place.resolve()), "threads": threads}
-        spec["trials"] = [[number, asdict(trial)] for number, trial in todo]
-        rows = run_ranks(
-            entry, spec, ranks=setup.ranks, deadline_s=deadline_s, folder=place,
-            env={"CUDA_VISIBLE_DEVICES": ""} if setup.device == "cpu" else None,
-        )  # fmt: skip
-        found.launches += 1
-        todo = todo[_collect(found, todo, rows, place, say) :]
 
 
 def _collect(found: Traced, todo: list, rows: list[dict], place: Path, say: Callable) -> int:
