@@ -1,5 +1,7 @@
 """Drift, on series that trainings show; each sentence can come out otherwise."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas
 import pytest
@@ -13,6 +15,8 @@ from workbook.runs import metrics
 GPU = TrainingSpec("production", 2048, batch=16, precision="bf16", checkpoint="all", device="cuda")
 STEPS, HALF = 800, 400
 LIMITS = (60.0, 65.0)
+CPU = TrainingSpec("cpu_test", 64)
+ON_CPU = Soak(CPU, STEPS, 10, LIMITS)
 
 
 def soaked(cell=GPU, steps=STEPS, **columns):
@@ -68,11 +72,12 @@ def test_memory_of_too_few_steps_decides_nothing_and_of_none_neither():
     assert few.verdict == "NOT APPLICABLE" and "it takes 100" in few.claim
     warming = soaked(steps=120, tensors_mib=lambda i, s: 400.0 * np.minimum(i, 15) / 15)
     assert claims.memory_does_not_grow(warming, "tensors").verdict == "PASS"
-    cut = soaked()
-    short = tuple(Part(p.spec, p.ended, p.rows.iloc[:60]) for p in cut.parts)
-    cut = Soak(GPU, STEPS, 10, LIMITS, short)
+    whole = soaked()
+    cut, nothing = (
+        replace(whole, parts=tuple(replace(p, rows=p.rows[:n]) for p in whole.parts))
+        for n in (60, 0)
+    )
     assert claims.memory_does_not_grow(cut, "host").verdict == "INCONCLUSIVE"
-    nothing = Soak(GPU, STEPS, 10, LIMITS, tuple(Part({}, p.ended, p.rows[:0]) for p in cut.parts))
     assert claims.memory_does_not_grow(nothing, "tensors").verdict == "INCONCLUSIVE"
     assert claims.speed_does_not_drift(nothing).verdict == "INCONCLUSIVE"
 
@@ -105,8 +110,7 @@ def test_speed_drifts_by_the_whole_run_and_not_by_some_of_its_steps(case):
 
 
 def test_a_cpus_speed_is_never_judged():
-    cpu = TrainingSpec("cpu_test", 64, device="cpu")
-    slow = soaked(cpu, seconds=lambda i, s: 9.0 * i, reserved_mib=np.nan, peak_mib=np.nan)
+    slow = soaked(CPU, seconds=lambda i, s: 9.0 * i, reserved_mib=np.nan, peak_mib=np.nan)
     assert claims.speed_does_not_drift(slow).verdict == "NOT APPLICABLE"
     assert claims.memory_does_not_grow(slow, "reserved").verdict == "NOT APPLICABLE"
     assert "tokens/s" not in table.drifts(slow).index and "tokens/s" in table.drifts(soaked()).index
@@ -127,8 +131,8 @@ def test_a_restart_on_a_gpu_is_exact_as_on_a_cpu():
 def test_an_end_that_is_not_the_trainings_own_decides_nothing(status, verdict):
     found = soaked()
     assert claims.comes_to_its_end(found).verdict == "PASS"
-    last = Part({}, Outcome(status, None, 1.0, "why", 1), found.parts[1].rows)
-    found = Soak(GPU, STEPS, 10, LIMITS, (found.parts[0], last))
+    last = replace(found.parts[1], ended=Outcome(status, None, 1.0, "why", 1))
+    found = replace(found, parts=(found.parts[0], last))
     assert claims.comes_to_its_end(found).verdict == verdict
 
 
@@ -170,8 +174,7 @@ def test_what_settings_change_and_what_they_must_not(name, changed, verdict):
     assert claim(soaked(), trials(changed)).verdict == verdict
     assert claim(soaked(), trials(status="oom")).verdict == "INCONCLUSIVE"
     assert claim(soaked(), []).verdict == "NOT APPLICABLE"
-    cpu = Soak(TrainingSpec("cpu_test", 64), STEPS, 10, LIMITS)
-    assert claim(cpu, trials()).verdict == "NOT APPLICABLE"
+    assert claim(ON_CPU, trials()).verdict == "NOT APPLICABLE"
 
 
 def test_a_setting_that_is_slow_in_every_turn_misses_the_aim():
@@ -190,8 +193,7 @@ def test_what_is_reserved_is_estimated_or_not(mib, verdict):
     said.append(Estimated(ROUND, 3000.0, mib))
     assert claims.reserved_is_estimated(soaked(), trials(), said).verdict == verdict
     assert claims.reserved_is_estimated(soaked(), trials(), []).verdict == "NOT APPLICABLE"
-    cpu = Soak(TrainingSpec("cpu_test", 64), STEPS, 10, LIMITS)
-    assert claims.reserved_is_estimated(cpu, [], said).verdict == "NOT APPLICABLE"
+    assert claims.reserved_is_estimated(ON_CPU, [], said).verdict == "NOT APPLICABLE"
     plots.settings([], "a CPU", said).canvas.draw()
     plots.settings(trials(), "a GPU", said).canvas.draw()
     assert table.settings([], said).loc["usual", "foretold reserved, MiB"] == "3,300.0"

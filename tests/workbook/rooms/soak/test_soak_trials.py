@@ -230,39 +230,38 @@ def test_each_setting_is_estimated_and_what_is_not_known_says_why(monkeypatch):
     assert np.isnan(unknown.reserved) and "'NVIDIA Z9' is none that is known" in unknown.why
 
 
-@pytest.mark.parametrize(
-    ("names", "steps", "message"),
-    [
-        (["", "expandable"], 25, "must be text as 'max_split_size_mb:64'"),
-        (["max_split_size_mb:64", "a:1"], 25, "must hold '', the usual one"),
-        ([""], 25, "and another"),
-        (["", "", "a:1"], 25, "once"),
-        ([], 5, "setting_steps=5 must be more than 5"),
-    ],
-)
-def test_settings_that_compare_nothing_are_refused(names, steps, message):
-    with pytest.raises(ValueError, match=message):
-        trials.check_settings(names, steps)
+GIVEN = {
+    "preset": "cpu_test", "backend": "auto", "tokens": 32, "batch": 1, "precision": "fp32",
+    "checkpoint": "", "data": "text", "seed": 1, "layers": 1, "steps": 120, "overlap": 10,
+    "warn_gib": 60.0, "stop_gib": 65.0, "leak_mib": 4.0, "over_mib": [60.0, 65.0],
+    "settings": [], "setting_steps": 25,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"settings": ["", "expandable"]}, "must be text as 'max_split_size_mb:64'"),
+        ({"settings": ["max_split_size_mb:64", "a:1"]}, "must hold '', the usual one"),
+        ({"settings": [""]}, "and another"),
+        ({"settings": ["", "", "a:1"]}, "once"),
+        ({"setting_steps": 5}, "setting_steps=5 must be more than 5"),
         ({"steps": 3}, "steps=3 must be at least 4"),
         ({"overlap": 61}, "overlap=61 must be 1 to 60"),
-        ({"limits_gib": (65.0, 60.0)}, "60 and 65 would"),
+        ({"warn_gib": 66.0}, "60 and 65 would"),
+        ({"over_mib": [60.0]}, r"\[60, 65\] and 4 would do"),
+        ({"over_mib": [65.0, 60.0]}, r"\[60, 65\] and 4 would do"),
+        ({"over_mib": [0.0, 5.0]}, r"\[60, 65\] and 4 would do"),
     ],
 )
-def test_a_soak_that_could_not_be_run_is_refused(given, message):
+def test_parameters_that_could_not_be_run_are_refused(given, message):
+    trials.check_parameters(GIVEN)
     with pytest.raises(ValueError, match=message):
-        Soak(**{"cell": CELL, "steps": 120, "overlap": 10, "limits_gib": LIMITS} | given)
+        trials.check_parameters(GIVEN | given)
 
 
-@pytest.mark.parametrize("over", [[60.0], [65.0, 60.0], [0.0, 5.0]])
-def test_a_leak_that_reaches_no_two_limits_is_refused(over):
+def test_a_leak_that_nothing_stops_ends_beyond_its_limits():
     assert trials.until(4.0, [60.0, 65.0]) == trials.PLANT_AFTER + 34
-    with pytest.raises(ValueError, match=r"\[60, 65\] and 4 would do"):
-        trials.until(4.0, over)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """The tracing notebook's sentences, tables and figures, on a healthy trace and on spoilt ones."""
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("pandas")
@@ -59,17 +61,13 @@ CHANGED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "which", "changes", "named"), CHANGED)
-def test_each_claim_can_fail_and_fails_alone(kind, which, changes, named):
-    traced = healthy()
+def change(traced, kind, which, changes):
     if changes.get("losses") == "of cmp alone":
         changes = {"losses": pick(traced.outcomes, trial="cmp alone")[0]["losses"]}
     rows = pick(getattr(traced, kind), **which)
     assert rows
     for row in rows:
         row.update(changes)
-    (claim,) = failing(traced)
-    assert named in claim
 
 
 def swap_orders(traced, kind, trial):
@@ -90,16 +88,14 @@ def keep_first_buckets(traced):
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (
-            lambda traced: swap_orders(traced, "arrivals", "static graph"),
-            "static graph: a gradient",
-        ),
-        (lambda traced: swap_orders(traced, "modules", "ddp"), "module backwards"),
+        *((partial(change, kind=k, which=w, changes=c), named) for k, w, c, named in CHANGED),
+        (partial(swap_orders, kind="arrivals", trial="static graph"), "static graph: a gradient"),
+        (partial(swap_orders, kind="modules", trial="ddp"), "module backwards"),
         (lose_buckets, "ranks differ"),
         (keep_first_buckets, "cut anew"),
     ],
 )
-def test_what_one_rank_or_step_does_otherwise_fails_alone(spoil, named):
+def test_each_claim_can_fail_and_fails_alone(spoil, named):
     traced = healthy()
     spoil(traced)
     (claim,) = failing(traced)
@@ -152,9 +148,8 @@ def test_ranks_are_laid_beside_each_other():
     mine = found[(found["trial"] == "rank branch") & (found["step"] == 1)].set_index("parameter")
     assert list(mine.loc[KEYS, ["state_0", "state_1"]]) == ["arrived", "missing"]
     assert mine.loc["head.weight", "same"]
-    assert not mine.loc[
-        "embed_tokens.weight", "same"
-    ]  # what comes after a missing one comes earlier
+    # what comes after a missing one comes earlier
+    assert not mine.loc["embed_tokens.weight", "same"]
 
 
 def test_tables_of_nothing_are_empty_and_figures_say_so():
@@ -164,12 +159,10 @@ def test_tables_of_nothing_are_empty_and_figures_say_so():
     for question in ("counts", "unexpected", "buckets", "gradients"):
         assert not len(getattr(table, question)(nothing))
     assert set(verdicts(nothing).values()) == {"INCONCLUSIVE"}
-    for drawn, trials in (
-        ("arrival_order", ["ddp"]),
-        ("buckets", ["ddp"]),
-        ("module_timeline", "ddp"),
-    ):
-        (axes,) = getattr(plots, drawn)(nothing, trials).axes
+    one = ["ddp"]
+    drawn = [plots.arrival_order(nothing, one), plots.buckets(nothing, one)]
+    for figure in (*drawn, plots.module_timeline(nothing, "ddp")):
+        (axes,) = figure.axes
         assert axes.texts[0].get_text().endswith("of ddp: not traced to its end")
 
 
