@@ -81,25 +81,6 @@ def test_sequences_shorter_than_any_block_have_pictures(tokens):
     assert example.output_norms[1].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"tokens": 0}, "tokens=0 must be a whole number of at least 1"),
-        ({"tokens": 1 << 20}, "at most 8192"),
-        ({"group": 65}, "at most 64"),
-        ({"queries": "zigzag"}, "queries='zigzag' is unknown"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        Choice(**{"tokens": 64, **sizes})
-
-
-def test_a_query_outside_the_sequence_is_refused():
-    with pytest.raises(ValueError, match=r"query=90 must be in 0\.\.89"):
-        Example(Choice(90, 2, config=SMALL)).at(90)
-
-
 def test_before_training_gates_share_evenly_and_a_checkpoint_has_all_its_layers(tmp_path):
     fresh = gates.gates_of("repro")
     assert fresh.shares.shape == (1, 8, 3) and (fresh.shares - 1 / 3).abs().max() < 0.05
@@ -115,12 +96,6 @@ def test_before_training_gates_share_evenly_and_a_checkpoint_has_all_its_layers(
     trained = gates.gates_of(str(tmp_path))
     assert trained.name.endswith("after 7 steps")
     assert trained.shares.shape == (2, 8, 3) and bool((trained.shares[..., 2] > 0.99).all())
-
-
-@pytest.mark.parametrize("name", ["nosuch", "gone.pt"])
-def test_gates_of_nothing_name_what_would_do(name):
-    with pytest.raises(ValueError, match=r"no preset 'nosuch'; |no weights in gone\.pt"):
-        gates.gates_of(name)
 
 
 def test_facts_hold_and_each_breaks_where_the_picture_is_another():

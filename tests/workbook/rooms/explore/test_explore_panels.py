@@ -107,6 +107,10 @@ def test_few_blocks_are_still_a_selection(live, count):
         ({"queries": "white"}, "queries='white' is unknown; known are random, correlated"),
         ({"compress_stride": 24}, "not a multiple of compress_stride=24"),
         ({"weights": "nowhere.pt"}, r"no weights in nowhere\.pt"),
+        ({"weights": "nosuch"}, "no preset 'nosuch'; "),
+        ({"tokens": 0}, "tokens=0 must be a whole number of at least 1"),
+        ({"tokens": 1 << 20}, "at most 8192"),
+        ({"group": 65}, "at most 64"),
     ],
 )
 def test_parameters_that_cannot_be_drawn_are_refused_at_once(given, message):

@@ -24,6 +24,8 @@ MEMORY_LIMIT = 0.03  # for the case study's own figures
 SHAPES_LIMIT = 0.02  # for peaks recorded here
 CAUSE = {"path": "loop", "deadline": 1.0}
 STEADY = 1.3  # on a machine whose steps vary by more, deadlines are unreliable
+NONE_HANGS = "of {} trials that the old rule calls HANG none hangs: each is SLOW, moving"
+LAST_LINES = "the last line of all {} trials is what their print schedule makes of P"
 NOT_RUN = "it was not run"
 UNSTEADY = "the machine's pace changed under it"
 
@@ -48,12 +50,7 @@ def all_claims(results: Results) -> list[Claim]:
     ]
 
 
-@claim(
-    lambda results: (
-        f"of {len(_cut(results))} trials that the old rule calls HANG none hangs: each is SLOW, "
-        "moving"
-    )
-)
+@claim(lambda results: NONE_HANGS.format(len(_cut(results))))
 def nothing_hangs(results: Results):
     """Trials that were cut were moving: SLOW, with P seen to advance."""
     cut = _cut(results)
@@ -85,11 +82,7 @@ def a_planted_hang_is_told_apart(results: Results):
     return _by(told, [planted], holds, {"because": list(found.because), "edges": found.edges})
 
 
-@claim(
-    lambda results: (
-        f"the last line of all {len(results.trials)} trials is what their print schedule makes of P"
-    )
-)
+@claim(lambda results: LAST_LINES.format(len(results.trials)))
 def the_console_shows_the_schedule(results: Results):
     """The console ends at its schedule's line for P, whatever the path, observers or deadline."""
     seen = {t.id: {"last line": t.said, "was in step": t.reached} for t in results.trials}
