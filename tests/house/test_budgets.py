@@ -22,11 +22,11 @@ LINES = {
     "nsa": (20366, 15500),
     "workbook/lab": (13518, 6500),
     "workbook/runs": (6977, 4700),
-    "workbook/rooms": (20183, 9500),
+    "workbook/rooms": (20087, 9500),
     "workbook/cli": (1902, 1150),
-    "workbook": (42773, 25000),
+    "workbook": (42677, 25000),
     "whyhung": (11954, 8500),
-    "tests": (64172, 34000),
+    "tests": (64143, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
