@@ -31,7 +31,7 @@ LINES = {
 PACKAGES = "nsa", "whyhung", "workbook"
 OVER = 1.02  # of a budget, so that a mended line costs no commit of its own
 LONGEST = 400  # lines of a file
-THIN, THIN_FILES = 40, 12  # files with fewer lines, `__init__` aside, and how many there may be
+THIN, THIN_FILES = 40, 11  # files with fewer lines, `__init__` aside, and how many there may be
 
 
 def lines_of(file: Path) -> int:
