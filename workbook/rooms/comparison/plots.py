@@ -61,7 +61,7 @@ def of_limit(df, *, note: str = ""):
     """
     if not (
         df["metric"] == "fraction_of_limit"
-    ).any():  # no time was measured, as latency's rows say
+    ).any():  # no time was measured
         rows = df[(df["metric"] == "latency") & ~df["backend"].isin(LIMITS.values())]
         df = rows.assign(metric="fraction_of_limit", median=float("nan"))
     return _over_tokens(df, "fraction_of_limit", "share of the limit", note)
