@@ -12,18 +12,12 @@ from workbook.lab.estimate.libraries import round_up
 
 aten = torch.ops.aten
 
-# Substitutes for operators, with the same arguments and under the same modes.
-SUBSTITUTES: dict[str, dict[Any, Callable]] = {
-    "cpu": {aten._pin_memory.default: lambda x, *_: x},
-    "cuda": {aten._pin_memory.default: lambda x, *_: x},
-}
-
 
 def substitute(tracker: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return the results of a substitute for `func`; NotImplemented if there is none."""
-    instead = SUBSTITUTES[tracker.device].get(func)
-    if instead is None and tracker.device == "cuda" and func.namespace == "nsa":
-        instead = libraries.launcher(func)
+    if func is aten._pin_memory.default:
+        return args[0]
+    instead = libraries.launcher(func) if tracker.device == "cuda" else None
     if instead is None:
         return NotImplemented
     with tracker:

@@ -8,6 +8,7 @@ FSDP2 pads every shard to the size of rank 0's, so no rank holds more.
 """
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -162,15 +163,14 @@ class _Streams:
     """Replacement for torch.cuda streams without a GPU: numbered, and nothing waits."""
 
     def __init__(self) -> None:
-        self._current = [_Stream(0)]
-        self._made = 0
+        self._numbers = itertools.count()
+        self._current = [self._make()]
 
-    def _make(self, *_: Any, **__: Any) -> "_Stream":
-        self._made += 1
-        return _Stream(self._made)
+    def _make(self, *_: Any, **__: Any) -> mock.Mock:
+        return mock.Mock(number=next(self._numbers))
 
     @contextlib.contextmanager
-    def _inside(self, stream: "_Stream") -> Iterator[None]:
+    def _inside(self, stream: mock.Mock) -> Iterator[None]:
         self._current.append(stream)
         yield
         self._current.pop()
@@ -180,29 +180,6 @@ class _Streams:
 
     def replaced(self) -> Iterator[Replaced]:
         yield torch.cuda, "Stream", self._make
-        yield torch.cuda, "Event", _Event
+        yield torch.cuda, "Event", mock.Mock()
         yield torch.cuda, "stream", self._inside
         yield torch.cuda, "current_stream", lambda *_: self._current[-1]
-
-
-class _Event:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        pass
-
-    wait = synchronize = record
-
-
-class _Stream:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def record_event(self, *_: Any) -> _Event:
-        return _Event()
-
-    def wait_event(self, *_: Any) -> None:
-        pass
-
-    wait_stream = wait_event
