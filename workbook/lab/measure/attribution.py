@@ -18,7 +18,7 @@ from whyhung.verdict.frames import is_code
 from workbook.lab.measure import allocators
 from workbook.lab.measure.allocations import CATEGORIES, Lifetimes, Stream, blocks_of, lifetimes
 from workbook.lab.measure.allocators import BORDER, MIB, Allocation
-from workbook.lab.measure.lines import Lines, named_range, shown
+from workbook.lab.measure.lines import line_ranges, named_range, shown
 from workbook.lab.measure.owners import (
     LOOKED_AT,
     MOST_LOOKED_AT,
@@ -133,7 +133,7 @@ class Attributing(Recorder):
         with profiled([ProfilerActivity.CPU], profile_memory=True) as seen, ExitStack() as on:
             torch.autograd._enable_record_function(True)  # may have been left off
             if self.lines:
-                on.enter_context(Lines())
+                on.enter_context(line_ranges())
             yield
         tree = seen.profiler.kineto_results.experimental_event_tree()
         begun = 0

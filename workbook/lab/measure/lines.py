@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
@@ -21,8 +23,8 @@ class Lines(TorchFunctionMode):
 
     The line is the innermost outside torch and the standard library. Operators run unchanged: the
     interception is in Python, and ends before autograd and the dispatcher begin. (With a dispatch
-    mode on, some backwards have other results to allocate.) It is also on in a backward, where a
-    user-defined Function calls torch from Python.
+    mode on, some backwards have other results to allocate.) Use it by `line_ranges`: there it is
+    also on in a backward, where a user-defined Function calls torch from Python.
 
     Do not use it if anything was compiled: dynamo would trace it. Cost: 2 us per call.
     """
@@ -33,31 +35,25 @@ class Lines(TorchFunctionMode):
         with named_range(f"{LINE}{calling(sys._getframe(1))}"):
             return func(*args, **(kwargs or {}))
 
-    def __enter__(self) -> "Lines":
-        def watched(plain: Any) -> Any:
-            def run(*args: Any, **options: Any) -> Any:
-                with _On(self):  # torch turns the mode off inside its handlers, also for a backward
-                    return plain(*args, **options)
 
-            return run
+@contextmanager
+def line_ranges() -> Iterator[None]:
+    """Turn `Lines` on inside, in backwards as well."""
+    mode = Lines()
 
-        self._undo = in_place_of(torch.autograd, "_engine_run_backward", watched)
-        return super().__enter__()
+    def watched(plain: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            with mode:  # torch turns the mode off inside its handlers, also for a backward
+                return plain(*args, **options)
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._undo()
+        return run
 
-
-class _On:
-    def __init__(self, mode: Lines) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        TorchFunctionMode.__enter__(self._mode)
-
-    def __exit__(self, *error: Any) -> None:
-        TorchFunctionMode.__exit__(self._mode, *error)
+    undo = in_place_of(torch.autograd, "_engine_run_backward", watched)
+    try:
+        with mode:
+            yield
+    finally:
+        undo()
 
 
 def calling(frame: FrameType | None) -> str:

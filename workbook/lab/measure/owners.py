@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -43,9 +43,9 @@ class Parts:
     """Tensors of a training by category, and their owners: parameters, buffers and gradients of
     models, and optimizer state. Models and optimizers may be added while a user's step runs."""
 
-    def __init__(self, model: nn.Module | None = None, optimizers: Iterable[Any] = ()) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self.models: list[nn.Module] = [] if model is None else [model]
-        self.optimizers: list[Any] = list(optimizers)
+        self.optimizers: list[Any] = []
 
     def watched(self) -> dict[str, list[Tensor]]:
         named = self._parameters()

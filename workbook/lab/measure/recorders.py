@@ -27,6 +27,7 @@ from workbook.lab.measure.allocations import Stream, add_history, blocks_of, rep
 
 MIB = 2**20
 AGREEMENT = 0.01
+MOST_ENTRIES = 2_000_000  # of the history of torch's CUDA allocator
 POINTS = 300  # number of points in a record's timeline
 Watched = Callable[[], Mapping[str, Iterable[Tensor]]]
 
@@ -186,13 +187,12 @@ class CpuRecorder(Recorder):
 class CudaRecorder(Recorder):
     """Peaks from torch.cuda's own statistics; their categories from the allocator's history.
 
-    The history holds at most `max_entries` events per phase. If it overflows, or the allocator has
+    The history holds at most MOST_ENTRIES events per phase. If it overflows, or the allocator has
     none, the categories are empty and the record notes it. Resets the peak statistics.
     """
 
-    def __init__(self, watched: Watched, max_entries: int = 2_000_000) -> None:
+    def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
-        self.max_entries = max_entries
         self.peaks: dict[str, int] = {}
         self.reserved = 0
         self.device = torch.cuda.current_device()
@@ -206,7 +206,7 @@ class CudaRecorder(Recorder):
     def _recording(self, phase: str) -> Iterator[None]:
         history = torch.cuda.memory._record_memory_history
         if not self.missing:
-            history("all", context=None, stacks="python", max_entries=self.max_entries)
+            history("all", context=None, stacks="python", max_entries=MOST_ENTRIES)
         torch.cuda.reset_peak_memory_stats()
         yield
         self.peaks[phase] = max(torch.cuda.max_memory_allocated(), self.peaks.get(phase, 0))
@@ -214,7 +214,7 @@ class CudaRecorder(Recorder):
         if not self.missing:
             snapshot = torch.cuda.memory._snapshot()
             history(None)  # which also empties it
-            self.missing = add_history(self.stream, snapshot, self.device, self.max_entries)
+            self.missing = add_history(self.stream, snapshot, self.device, MOST_ENTRIES)
 
     def record(self) -> dict:
         names = ("by_category", "by_phase_category", "held", "cross_check", "timeline")

@@ -1,6 +1,7 @@
 """Statistics of the blocks that a model's queries select, layer by layer."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -68,13 +69,10 @@ def forward_seen(
     look: Callable[[Any, tuple, dict[str, Any]], None],
 ) -> None:
     """Run the model's forward; `look(layer, args, kwargs)` is called before each of the layers."""
-    hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in layers]
-    try:
-        with autocast(precision, tokens.device):
-            model(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, autocast(precision, tokens.device):
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(look, with_kwargs=True))
+        model(tokens)
 
 
 def described(blocks: Blocks, free: Blocks, config: NSAConfig) -> dict[str, Any]:

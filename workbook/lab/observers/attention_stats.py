@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,7 @@ class AttentionStats:
         if not self._layers:
             raise ValueError("the model has no NSAAttention to look into")
         self.every, self.writers = every, tuple(writers)
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._found: dict[int, Tensor] = {}
         self._later = Deferred()
         self._rows: deque[dict[str, Any]] = deque(maxlen=keep * len(self._layers))
@@ -68,12 +69,11 @@ class AttentionStats:
 
     def on_phase(self, name: str, step: int) -> None:
         if name == "forward" and step % self.every == 0 and not self._found:
-            self._hooks = [
-                layer.register_forward_hook(partial(self._look, index), with_kwargs=True)
-                for index, layer in enumerate(self._layers)
-            ]
+            for index, layer in enumerate(self._layers):
+                look = partial(self._look, index)
+                self._hooks.enter_context(layer.register_forward_hook(look, with_kwargs=True))
         elif name == "backward":
-            self._unhook()  # recomputed layers and further micro-batches are not observed
+            self._hooks.close()  # recomputed layers and further micro-batches are not observed
         elif name == "end":
             if len(self._found) == len(self._layers):
                 rows = [self._found[index] for index in range(len(self._layers))]
@@ -88,12 +88,8 @@ class AttentionStats:
 
     def close(self) -> None:
         """Pass pending numbers to the writers. Waits for the device."""
-        self._unhook()
+        self._hooks.close()
         self._take(self._later.all())
-
-    def _unhook(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
 
     def _take(self, arrived: Any) -> None:
         for step, values in arrived:

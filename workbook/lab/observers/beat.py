@@ -11,13 +11,13 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -176,15 +176,9 @@ class DeviceMarks:
         self._last = step, event
         self._zero = min(self._zero, self._clock() - self._device_s)
         if self._stretches:
-            self.pace = weighted_median(self._stretches), step + 1, self._zero + self._device_s
-
-
-def weighted_median(found: Iterable[tuple[float, int]]) -> float:
-    """Weighted median of (value, weight): the least value that reaches half of the weights."""
-    ordered = sorted(found)
-    half = sum(weight for _, weight in ordered) / 2
-    reached = accumulate(weight for _, weight in ordered)
-    return next(v for (v, _), sum_ in zip(ordered, reached, strict=True) if sum_ >= half)
+            seconds, steps = zip(*self._stretches, strict=True)
+            pace = np.quantile(seconds, 0.5, weights=steps, method="inverted_cdf")
+            self.pace = float(pace), step + 1, self._zero + self._device_s
 
 
 def line(beat: dict[str, Any], total_steps: int | None = None) -> str:

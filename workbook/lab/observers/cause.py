@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from nsa.attention.api import nsa_attention
 from nsa.model.layer import NSAAttention
 from nsa.model.train import Trainer
 from nsa.reference.nsa import BRANCHES
-from workbook.lab.measure.recorders import local
+from workbook.lab.measure.recorders import changed, local
 
 
 def cause(trainer: Trainer, step: int) -> dict[str, Any]:
@@ -90,21 +90,14 @@ def _summary(what: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]
 def _as_it_is(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Disable the model's compiled code; record the first non-finite output in the mapping."""
     seen: dict[str, Any] = {}
-    compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl]
-    hooks = [
-        module.register_forward_hook(partial(_look, seen, name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if name  # the model itself returns the loss too
-    ]
-    for module, _ in compiled:
-        module._compiled_call_impl = None
-    try:
+    with ExitStack() as undone:
+        for name, module in model.named_modules():
+            if module._compiled_call_impl:
+                undone.enter_context(changed(module, "_compiled_call_impl", None))
+            if name:  # the model itself returns the loss too
+                look = partial(_look, seen, name)
+                undone.enter_context(module.register_forward_hook(look, with_kwargs=True))
         yield seen
-    finally:
-        for module, was in compiled:
-            module._compiled_call_impl = was
-        for hook in hooks:
-            hook.remove()
 
 
 def _look(seen: dict, name: str, module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:

@@ -19,13 +19,12 @@ from whyhung.watch.counting import in_place_of
 from workbook.lab.measure.allocations import timeline
 from workbook.lab.measure.attribution import Attributing, Attribution
 from workbook.lab.measure.owners import Parts
-from workbook.lab.measure.recorders import AGREEMENT, cross_check
+from workbook.lab.measure.recorders import AGREEMENT, MOST_ENTRIES, cross_check
 from workbook.lab.observers.memory_page import text, told
 from workbook.lab.observers.trace import Ranges
 from workbook.lab.oracles.steps import device_of
 
 SECOND = "second"  # of a training's steps, the first that holds all that later ones do
-MOST_ENTRIES = 2_000_000  # of torch's own history
 
 
 def chosen(asked: str, steps: range, profiled: range, graph: bool) -> int | None:
@@ -66,12 +65,11 @@ class MemorySnapshot:
     """
 
     def __init__(
-        self, step: int, folder: Path, rank: int = 0, *, model: nn.Module | None = None,
-        max_entries: int = MOST_ENTRIES,
-    ) -> None:  # fmt: skip
+        self, step: int, folder: Path, rank: int = 0, *, model: nn.Module | None = None
+    ) -> None:
         if step < 0:
             raise ValueError(f"memory_snapshot={step}: steps are counted from 0")
-        self.step, self.folder, self.rank, self.max_entries = step, folder, rank, max_entries
+        self.step, self.folder, self.rank = step, folder, rank
         self.parts, self._model, self._compiled = Parts(model), model, False
         self.notes: list[str] = []
         self.done = self._closed = False
@@ -83,15 +81,14 @@ class MemorySnapshot:
         from torch.optim.optimizer import register_optimizer_step_post_hook as behind
         from torch.optim.optimizer import register_optimizer_step_pre_hook as before
 
-        self._hooks = [
-            before(self._stepping),
-            behind(partial(self._entered, "after the optimizer")),
-        ]
+        self._hooks = ExitStack()
+        self._hooks.enter_context(before(self._stepping))
+        self._hooks.enter_context(behind(partial(self._entered, "after the optimizer")))
 
     def on_start(self, trainer: Any) -> None:
         self.parts.models, self._model = [trainer.model], trainer.model
         self.parts.optimizers, self._compiled = [trainer.optimizer], trainer.config.compile
-        self._unhook()
+        self._hooks.close()
 
     def on_phase(self, name: str, step: int) -> None:
         if name == "end":
@@ -124,7 +121,7 @@ class MemorySnapshot:
         if self._closed:
             return
         self._closed = True
-        self._unhook()
+        self._hooks.close()
         if self._recorder is not None:
             self.notes.append(
                 f"step {self.step} did not end: this is what was held until it failed, and the "
@@ -162,10 +159,6 @@ class MemorySnapshot:
             with suppress(Exception):
                 self._on.close()
             print(f"nsa: {self.notes[-1]}", file=sys.stderr, flush=True)
-
-    def _unhook(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
         if not any(optimizer is known for known in self.parts.optimizers):
@@ -235,18 +228,18 @@ class MemorySnapshot:
                 self.notes.append("this allocator keeps no history: torch has no snapshot file")
             return
         if recorder is None:
-            history("all", context="all", stacks="python", max_entries=self.max_entries)
+            history("all", context="all", stacks="python", max_entries=MOST_ENTRIES)
             self._on.callback(history, None)
             return
         found = torch.cuda.memory._snapshot()
         with self._file(".pickle").open("wb") as stream:
             pickle.dump(found, stream)
         traces = found["device_traces"]
-        if max(map(len, traces), default=0) < self.max_entries:
+        if max(map(len, traces), default=0) < MOST_ENTRIES:
             recorder.fill(traces[recorder.index] if recorder.index < len(traces) else [])
         else:
             self.notes.append(
-                f"torch's history overflowed {self.max_entries:,} entries: its snapshot file lacks "
+                f"torch's history overflowed {MOST_ENTRIES:,} entries: its snapshot file lacks "
                 "the step's beginning; the table and the picture do not"
             )
 

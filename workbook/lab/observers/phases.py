@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from workbook.lab.measure.timing import mark
+
 KEPT = 10_000  # steps, the last ones
 BETWEEN = "between"  # from the end of one step to the start of the next
 
@@ -31,12 +33,10 @@ class PhaseTimes:
         self._steps: dict[int, dict[str, list[float]]] = {}  # step: phase: [device ms, host ms]
 
     def on_phase(self, name: str, step: int) -> None:
-        event = None
-        if self.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return  # an event inside a CUDA graph has no time
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return  # an event inside a CUDA graph has no time
+        event = mark(self.device) if on_gpu else None
         self._marks.append((name, step, self._clock(), event))
         if name == "end" and len(self._marks) > 256:  # a long run keeps no event it can do without
             self._read(wait=False)

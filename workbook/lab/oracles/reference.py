@@ -4,6 +4,7 @@ strict=True checks the values of a call as it runs; this computes the call again
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -91,16 +92,11 @@ def check_model(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
         with torch.autocast(given["q"].device.type, enabled=False):
             found[name] = check_call(**given, backend=layer.config.backend)
 
-    hooks = [
-        layer.register_forward_hook(partial(check, name=name), with_kwargs=True)
-        for name, layer in layers.items()
-    ]
-    try:
-        with torch.no_grad():
-            model(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, layer in layers.items():
+            look = partial(check, name=name)
+            hooks.enter_context(layer.register_forward_hook(look, with_kwargs=True))
+        model(*args, **kwargs)
     return found
 
 

@@ -15,18 +15,19 @@ import numpy as np
 from workbook.lab.search.thresholds import Answer, Bracket, Posterior
 
 Cell = dict[str, Any]  # a value for every factor
+SIZE = 3
 MOST = 2_000_000  # maximum number of sets of conditions tracked
 
 
 class Candidates:
-    """Sets of up to `size` conditions on distinct factors that agree with all trials so far.
+    """Sets of up to SIZE conditions on distinct factors that agree with all trials so far.
 
     A condition is factor = value; for ordered numbers also factor >= value and factor <= value.
     The cause is one such set: cells that satisfy it show the fault, and no others. The empty set,
     which always shows it, is included.
     """
 
-    def __init__(self, factors: Mapping[str, Sequence[Any]], size: int = 3) -> None:
+    def __init__(self, factors: Mapping[str, Sequence[Any]]) -> None:
         self.factors = {name: list(values) for name, values in factors.items()}
         self.conditions: list[tuple[str, Callable[[int, int], bool], int]] = []
         by_factor: list[range] = []  # indices of conditions
@@ -38,7 +39,7 @@ class Candidates:
             start = len(self.conditions)
             self.conditions += made
             by_factor.append(range(start, start + len(made)))
-        size = min(size, len(by_factor))
+        size = min(SIZE, len(by_factor))
         while size > 1 and sum(map(prod, combinations(map(len, by_factor), size))) > MOST:
             size -= 1
         nothing = len(self.conditions)  # a condition that always holds, for sets smaller than size

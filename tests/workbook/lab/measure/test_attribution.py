@@ -43,7 +43,9 @@ def of_second_step(config, make):
 
 
 def attributing(made):
-    return Attributing(CPU, Parts(made.model, [made.optimizer]))
+    parts = Parts(made.model)
+    parts.optimizers.append(made.optimizer)
+    return Attributing(CPU, parts)
 
 
 def plain(made):

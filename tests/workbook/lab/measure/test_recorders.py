@@ -7,6 +7,7 @@ import torch
 from snapshots import entry, snapshot
 from torch import nn
 
+from workbook.lab.measure import recorders
 from workbook.lab.measure.recorders import (
     CpuRecorder,
     CudaRecorder,
@@ -188,7 +189,8 @@ def test_peaks_come_from_statistics_and_categories_from_history(monkeypatch, max
     )
     backward = snapshot([entry("free_requested", 512, 1000)], [held])
     calls = fake_cuda(monkeypatch, before, [(forward, 2048), (backward, 1536)])
-    recorder = CudaRecorder(dict, max_entries=max_entries)
+    monkeypatch.setattr(recorders, "MOST_ENTRIES", max_entries)
+    recorder = CudaRecorder(dict)
     with recorder:
         for phase in ("forward", "backward", "end"):
             recorder.on_phase(phase, 1)

@@ -255,7 +255,8 @@ def test_a_history_that_overflows_is_told_and_fills_in_nothing(tmp_path, monkeyp
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: found)
     calls = []
-    snapshot = MemorySnapshot(0, tmp_path, max_entries=most)
+    monkeypatch.setattr(memory_snapshot, "MOST_ENTRIES", most)
+    snapshot = MemorySnapshot(0, tmp_path)
     snapshot._history(SimpleNamespace(index=0, fill=calls.append))
     assert pickle.loads((tmp_path / "memory-rank0.pickle").read_bytes()) == found
     assert calls == [found["device_traces"][0]] * filled

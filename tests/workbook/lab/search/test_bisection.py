@@ -322,7 +322,7 @@ def test_a_bisection_of_nothing_is_refused(factors, more, message):
 
 
 def test_candidates_are_counted_and_refuted():
-    left = Candidates({"a": [0, 1], "b": [0, 1]}, size=2)
+    left = Candidates({"a": [0, 1], "b": [0, 1]})
     assert len(left) == 1 + 4 + 4
     noted = [((1, 1), True, 4), ((1, 0), None, 4), ((0, 1), False, 2), ((1, 0), True, 1)]
     for (a, b), answer, count in noted:  # what is left: a = 1, with b = 1 or without
