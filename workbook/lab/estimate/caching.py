@@ -83,13 +83,11 @@ class CachingAllocator:
         # Without a fraction torch sets no limit, and collects nothing.
         self.allowed = int(settings.fraction * self.total) if settings.fraction < 1 else math.inf
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self.segments = 0  # from cudaMalloc, currently held
         self.retries = 0  # allocations for which the whole cache was released
         self._place = place or self._behind
         self._end = self._rank = self._searches = 0
         self._homes: dict[tuple[int, int, bool], Home] = {}
         self._live: dict[Hashable, Block | None] = {}
-        self._released: set[int] = set()
 
     def alloc(
         self, name: Hashable, size: int, stream: int = 0, pool: int = 0
@@ -139,20 +137,14 @@ class CachingAllocator:
             self._add(block)
 
     def empty_cache(self) -> None:
-        """Release every segment without a live block, and such pages of expandable segments; for
-        private pools only if they are released."""
-        pools = {0, *self._released}
-        homes = [home for home in self._homes.values() if home.pool in pools]
-        for home in homes:
+        """Release every segment without a live block, and such pages of expandable segments, except
+        those of private pools."""
+        for home in [home for home in self._homes.values() if home.pool == 0]:
             for block in [entry[3] for entry in home.free]:
                 if block.range is not None:
                     self._unmap(block)
                 elif block.whole:
                     self._give_back(block)
-
-    def release(self, pool: int) -> None:
-        """Mark a private pool as unused by any graph: its memory may be released."""
-        self._released.add(pool)
 
     def reset_peaks(self) -> None:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
@@ -205,7 +197,6 @@ class CachingAllocator:
         if self.reserved + wanted > self.capacity:
             return None
         self._reserve(wanted)
-        self.segments += 1
         return Block(home, self._place(wanted), wanted, self._ranked(), None)
 
     def _expanded(self, home: Home, size: int) -> Block | None:
@@ -265,7 +256,6 @@ class CachingAllocator:
     def _give_back(self, block: Block) -> None:
         block.home.take(block)
         self.reserved -= block.size
-        self.segments -= 1
 
     def _give_back_oversize(self, home: Home, size: int) -> bool:
         """Release the smallest sufficient unsplittable block for `size`, else the largest ones;

@@ -74,7 +74,8 @@ class TrainingSubject:
             if settings["conservative"]:
                 opened.callback(setattr, rotary, "has_kernel", rotary.has_kernel)
                 rotary.has_kernel = lambda x: False
-                one_tensor_at_a_time(self.trainer.optimizer)
+                for group in self.trainer.optimizer.param_groups:  # which took no step yet
+                    group |= {"fused": False, "foreach": False}
             if settings["weights"] == "bf16":  # bypasses the Trainer, which rejects them
                 self.model.to(torch.bfloat16)
             if settings["planted"] == "root":
@@ -112,12 +113,6 @@ class TrainingSubject:
 
 
 make = TrainingSubject
-
-
-def one_tensor_at_a_time(optimizer: torch.optim.Optimizer) -> None:
-    """Disable fused and foreach kernels; the optimizer must not have taken a step yet."""
-    for group in optimizer.param_groups:
-        group |= {"fused": False, "foreach": False}
 
 
 def _place(settings: dict[str, Any]) -> parallel.Parallel:

@@ -60,20 +60,17 @@ NSA = (
     *("masked", "gather", "packed", "sdpa", "sdpa:math", "sdpa:mem_efficient", "sdpa:cudnn"),
     *("flash", "flex", "triton", "auto"),
 )
+DENSE = [name for name in BACKENDS if "efficient" not in name]
 
 
-@pytest.mark.parametrize("backend", NSA)
-def test_every_backend_is_traced_and_all_its_operators_are_known(backend):
-    found = trace(spec(backend=backend), H200)
+@pytest.mark.parametrize(
+    ("attention", "backend"),
+    [*(("nsa", name) for name in NSA), *(("dense", name) for name in DENSE)],
+)
+def test_every_backend_is_traced_and_all_its_operators_are_known(attention, backend):
+    found = trace(spec(attention=attention, backend=backend), H200)
     assert {"forward", "backward", "optimizer"} <= {name for _, name in found.stream.marks}
-    assert found.unknown == {}
-
-
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if "efficient" not in name])
-def test_every_backend_of_dense_attention_is_traced(backend):
-    found = trace(spec(attention="dense", backend=backend), H200)
-    assert found.operators > 100
-    assert found.unknown == {}
+    assert found.operators > 100 and found.unknown == {}
 
 
 def test_a_backend_that_takes_no_such_inputs_declines_as_on_a_gpu():

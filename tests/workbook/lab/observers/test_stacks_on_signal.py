@@ -1,22 +1,17 @@
 """The stacks of a training that goes on: asked for at any moment, at no danger to it."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from whyhung.watch.evidence import Thread
 from workbook.lab.observers.stacks_on_signal import stacks, stacks_on_signal
 
-_THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 IMPORTS = """
 import os, signal, sys, threading, time, torch
 from workbook.lab.observers.stacks_on_signal import stacks_on_signal
@@ -87,29 +82,12 @@ def written(tmp_path):
     return tmp_path / "stacks.txt"
 
 
-def parse(text: str, main: int) -> list[Thread]:
-    """A dump of faulthandler as threads; `main` is the main thread's ident.
-
-    The kernel's numbers of the threads are not in it: theirs count from -1 downwards.
-    """
-    found: list[Thread] = []
-    for line in text.splitlines():
-        if begins := _THREAD.match(line):
-            is_main = int(begins[2], 16) == main % 2**64
-            name = begins[3] or ("MainThread" if is_main else "")
-            found.append(Thread(-len(found) - 1, name, is_main))
-        elif (frame := _FRAME.match(line)) and found:
-            frames = (*found[-1].frames, f"{frame[1]}:{frame[2]} {frame[3]}")
-            found[-1] = replace(found[-1], frames=frames)
-    return found
-
-
 def ran(code, file, said=""):
-    """The threads that the child's file shows."""
+    """The stacks in the child's file, one for each thread."""
     command = [sys.executable, "-c", IMPORTS + code, str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, said), done.stderr
-    return parse(file.read_text(), 0)
+    return file.read_text().strip().split("\n\n")
 
 
 @pytest.fixture
@@ -128,15 +106,14 @@ def handled():
 @pytest.mark.processes
 @pytest.mark.full
 def test_sigusr1_writes_the_stack_of_every_thread_from_inside_a_backward(written):
-    found = ran(STUCK, written)
-    assert [thread.name for thread in found] == ["other", "MainThread"]
-    assert any("loop_that_does_not_end" in frame for frame in found[-1].frames)
+    other, main = ran(STUCK, written)
+    assert "[other]" in other and "[MainThread]" in main and "in loop_that_does_not_end" in main
 
 
 @pytest.mark.processes
 @pytest.mark.full
 def test_native_code_is_shown_while_it_runs(written):
-    assert ran(NATIVE, written, "[True]\n")[-1].name == "MainThread"
+    assert "[MainThread]" in ran(NATIVE, written, "[True]\n")[-1]
 
 
 @pytest.mark.processes
