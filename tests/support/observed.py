@@ -18,6 +18,14 @@ def trainer(*observers, model=None, config=None, data=None, device="cpu", **trai
     return Trainer(model, data or synthetic(seed=0), training, device=device, observers=made)
 
 
+def trained(make, steps=1, model=(), **training):
+    """An observer of a tiny model, `make(model)`, after so many steps; and the model."""
+    model = LanguageModel(tiny(**dict(model)))
+    observer = make(model)
+    trainer(observer, model=model, **training).run(steps)
+    return observer, model
+
+
 def drive(model, observers, steps=1, passes=1, first=0, forward=None):
     """Tell observers what a training loop does; the loss is `forward()`."""
 

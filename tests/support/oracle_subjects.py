@@ -7,7 +7,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from workbook.lab.oracles import Watch
+
 SIZE = 8
+
+
+def asked(make, *names, steps=4, settings=None, twice=False):
+    """Findings of the oracles in a training; `twice`: they may make it anew."""
+    settings = settings or {}
+    subject = make(settings)
+    remade = (lambda changes: make({**settings, **changes})) if twice else None
+    with Watch(names, subject, settings) as seen:
+        for i in range(steps):
+            seen.begin(i)
+            loss = subject.step(i)
+            seen.end(i, loss)
+            del loss
+        return seen.results(remade)
 
 
 class Plain:

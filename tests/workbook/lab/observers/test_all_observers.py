@@ -3,8 +3,7 @@
 import io
 
 import pytest
-import torch
-from observed import trainer
+from observed import no_sync, trainer
 from tiny_models import TOKENS, tiny
 
 from nsa.model.llama import LanguageModel
@@ -53,12 +52,9 @@ def test_all_together_leave_the_losses_as_they_are_and_no_hook_behind(tmp_path):
 def test_no_observer_waits_for_the_gpu(tmp_path, precision):
     made = watched(tmp_path, "cuda", precision=precision)
     made.run(2)
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_sync():
         for step in range(2, 6):
             made.step(step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     made.close()
     assert len(made.observers[1].rows()) == len(list(made.model.parameters()))
 

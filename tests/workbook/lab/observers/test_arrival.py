@@ -1,13 +1,13 @@
+from functools import partial
 from types import SimpleNamespace
 
+import observed
 import pytest
 import torch
-from observed import drive, trainer
-from tiny_models import tiny
+from observed import drive
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nsa.model.llama import LanguageModel
 from workbook.lab.observers.arrival import GradientArrival
 from workbook.lab.observers.deferred import Deferred
 from workbook.lab.observers.graph import unreachable
@@ -47,11 +47,7 @@ def seen(model, **options):
     return arrival
 
 
-def trained(steps=1, model=(), **training):
-    model = LanguageModel(tiny(**dict(model)))
-    arrival = GradientArrival(model)
-    trainer(arrival, model=model, **training).run(steps)
-    return arrival, model
+trained = partial(observed.trained, GradientArrival)
 
 
 def column(rows, name):

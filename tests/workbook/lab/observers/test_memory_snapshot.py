@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,23 @@ def nobody_elses():
 
 def left(folder, name="memory-rank0.json"):
     return json.loads((folder / name).read_text())
+
+
+def of_second_step(spec, folder):
+    """The record of the second step of that training."""
+    with open_trainer(spec) as made:
+        made.observers = (MemorySnapshot(1, folder),)
+        made.run(2)
+    return left(folder)
+
+
+@contextmanager
+def of_step(folder):
+    """A snapshot of what runs inside, as of a step of a loop without a Trainer."""
+    snapshot = MemorySnapshot(0, folder)
+    snapshot.begin(0)
+    yield
+    snapshot.end(0)
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +133,7 @@ def test_a_page_says_what_a_cpu_has_not(stranger):
 @pytest.mark.parametrize("backend", ["masked", pytest.param("gather", marks=pytest.mark.full)])
 def test_95_percent_of_the_production_presets_peak_is_told_by_line(tmp_path, backend):
     spec = TrainingSpec("production", 64, layers=1, backend=backend, data="synthetic")
-    with open_trainer(spec) as made:
-        made.observers = (MemorySnapshot(1, tmp_path),)
-        made.run(2)
-    found = left(tmp_path)
+    found = of_second_step(spec, tmp_path)
     assert found["explained"] >= ENOUGH and found["cross_check"]["agrees"]
     told = sum(row["mib"] for row in found["table"]) - sum(row["mib"] for row in found["missing"])
     assert told / found["peak_mib"] == pytest.approx(found["explained"])
@@ -139,22 +154,19 @@ def test_a_snapshot_keeps_no_model_alive(tmp_path):
 def test_a_share_that_is_too_small_says_what_is_missing(tmp_path):
     weight = torch.ones(8, requires_grad=True)
     kept = itertools.repeat(torch.zeros(100_000))  # which has no name for it
-    snapshot = MemorySnapshot(0, tmp_path)
-    snapshot.begin(0)
-    (weight * 2).sum().backward()
-    snapshot.end(0)
+    with of_step(tmp_path):
+        (weight * 2).sum().backward()
     assert left(tmp_path)["explained"] < ENOUGH and next(kept) is not None
     page = (tmp_path / "memory-rank0.txt").read_text()
     assert "there before the step, in no tensor that a name of Python's leads to" in page
 
 
 def test_micro_batches_are_forwards_and_backwards_of_one_step(tmp_path):
-    training, snapshot = Training({}, None), MemorySnapshot(0, tmp_path)
-    snapshot.begin(0)
-    for _ in range(2):
-        training.model(torch.ones(T, 8)).backward()
-    training.optimizer.step()
-    snapshot.end(0)
+    training = Training({}, None)
+    with of_step(tmp_path):
+        for _ in range(2):
+            training.model(torch.ones(T, 8)).backward()
+        training.optimizer.step()
     names = [name for name, _ in left(tmp_path)["timeline"]["phases"]]
     assert names[:5] == ["forward", "backward", "forward", "backward", "after the backward"]
 
@@ -165,10 +177,9 @@ def test_all_phases_are_one_profile(tmp_path, monkeypatch):
     begun = []
     plain = attribution.profiled
     monkeypatch.setattr(attribution, "profiled", lambda *a, **o: begun.append(a) or plain(*a, **o))
-    training, snapshot = Training({}, None), MemorySnapshot(0, tmp_path)
-    snapshot.begin(0)
-    training.step(0)
-    snapshot.end(0)
+    training = Training({}, None)
+    with of_step(tmp_path):
+        training.step(0)
     assert len(begun) == 1 and len(left(tmp_path)["timeline"]["phases"]) == 5
 
 
@@ -222,10 +233,8 @@ def test_what_was_compiled_has_no_lines_and_that_is_said(tmp_path, monkeypatch):
 
 
 def test_a_step_without_a_backward_says_what_a_graph_has_not(tmp_path):
-    snapshot = MemorySnapshot(0, tmp_path)
-    snapshot.begin(0)
-    torch.ones(1000).exp()
-    snapshot.end(0)
+    with of_step(tmp_path):
+        torch.ones(1000).exp()
     assert "a CUDA graph replays without phases" in (tmp_path / "memory-rank0.txt").read_text()
 
 
@@ -270,10 +279,7 @@ def test_on_a_gpu_torch_has_the_same_peak_and_its_viewer_reads_the_snapshot(tmp_
 
     spec = TrainingSpec("production", 1024, layers=2, backend=backend, precision="bf16",
                         device="cuda", data="synthetic")  # fmt: skip
-    with open_trainer(spec) as made:
-        made.observers = (MemorySnapshot(1, tmp_path),)
-        made.run(2)
-    found = left(tmp_path)
+    found = of_second_step(spec, tmp_path)
     assert found["cross_check"]["agrees"], found["cross_check"]
     assert found["explained"] >= ENOUGH, found["missing"][:5]
     assert set(found["torch_statistics"]) == {
@@ -293,8 +299,5 @@ def test_on_a_gpu_torch_has_the_same_peak_and_its_viewer_reads_the_snapshot(tmp_
 def test_a_compiled_model_on_a_gpu_has_the_lines_that_called_it(tmp_path):
     spec = TrainingSpec("production", 1024, layers=2, backend="masked", precision="bf16",
                         device="cuda", data="synthetic", compile=True)  # fmt: skip
-    with open_trainer(spec) as made:
-        made.observers = (MemorySnapshot(1, tmp_path),)
-        made.run(2)
-    found = left(tmp_path)
+    found = of_second_step(spec, tmp_path)
     assert any(row["line"] for row in found["table"] if row["phase"] == "forward")

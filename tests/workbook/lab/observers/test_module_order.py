@@ -1,12 +1,12 @@
+from functools import partial
 from types import SimpleNamespace
 
+import observed
 import pytest
 import torch
-from observed import drive, trainer
-from tiny_models import tiny
+from observed import drive
 from torch import nn
 
-from nsa.model.llama import LanguageModel
 from workbook.lab.observers.module_order import ModuleOrder
 
 
@@ -37,11 +37,7 @@ def run(model, order, step=0):
     drive(model, [order], first=step, forward=lambda: model(torch.ones(2, 4)).sum())
 
 
-def trained(steps=1, model=(), **training):
-    model = LanguageModel(tiny(**dict(model)))
-    order = ModuleOrder(model)
-    trainer(order, model=model, **training).run(steps)
-    return order, model
+trained = partial(observed.trained, ModuleOrder)
 
 
 def names(order):

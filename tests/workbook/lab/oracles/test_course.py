@@ -9,18 +9,13 @@ import torch
 from torch import nn
 
 from workbook.lab import oracles
-from workbook.lab.oracles import CHEAP, Watch, gradients, merge
+from workbook.lab.oracles import CHEAP, gradients, merge
 from workbook.lab.oracles.duration import Duration
 from workbook.lab.oracles.learning import digest
 
 
 def asked(make, *names, steps=12):
-    subject = make({})
-    with Watch(names, subject) as seen:
-        for i in range(steps):
-            seen.begin(i)
-            seen.end(i, subject.step(i))
-        return merge({0: seen.results()})
+    return merge({0: subjects.asked(make, *names, steps=steps)})
 
 
 QUIET = {  # hints that are right: each says only what is so
@@ -167,7 +162,7 @@ def test_a_gradient_that_is_missing_now_and_then_is_a_hint_and_one_that_stays_aw
 
 def test_the_rank_whose_own_gradient_was_not_finite_is_to_blame_not_the_lowest(monkeypatch):
     monkeypatch.setattr(gradients, "several", lambda: True)
-    culprit = asked_raw(subjects.NotFinite)
+    culprit = subjects.asked(subjects.NotFinite, "finite")
     assert culprit["finite"]["at"] == 2
     assert "its own gradient of first.bias was not finite before" in culprit["finite"]["detail"]
 
@@ -179,17 +174,8 @@ def test_the_rank_whose_own_gradient_was_not_finite_is_to_blame_not_the_lowest(m
                 self.model["first"].bias.grad.fill_(math.nan)
             self.optimizer.step()
 
-    witness = asked_raw(Hears)
+    witness = subjects.asked(Hears, "finite")
     assert witness["finite"]["ok"] is False and witness["finite"]["at"] == 2.5
     merged = merge({0: witness, 1: culprit, 2: witness})["finite"]
     assert merged["detail"].startswith("rank 1: step 2: 1 gradients are not finite")
     assert "at" not in merged
-
-
-def asked_raw(make):
-    subject = make({})
-    with Watch(["finite"], subject) as seen:
-        for i in range(4):
-            seen.begin(i)
-            seen.end(i, subject.step(i))
-        return seen.results()

@@ -6,6 +6,7 @@ import numpy as np
 import oracle_subjects as subjects
 import pytest
 import torch
+from oracle_subjects import asked
 from tiny_models import tiny
 from torch import nn
 
@@ -22,20 +23,6 @@ from workbook.lab.oracles.growth import steady_slope
 def collector():
     yield
     gc.enable()
-
-
-def asked(make, *names, steps=4, settings=None, twice=False):
-    """Findings of the oracles in a training; `twice`: they may make it anew."""
-    settings = settings or {}
-    subject = make(settings)
-    remade = (lambda changes: make({**settings, **changes})) if twice else None
-    with Watch(names, subject, settings) as seen:
-        for i in range(steps):
-            seen.begin(i)
-            loss = subject.step(i)
-            seen.end(i, loss)
-            del loss
-        return seen.results(remade)
 
 
 def case(make, name, what, said="", steps=4, **settings):
