@@ -27,7 +27,8 @@ class Attached(contextlib.ExitStack):
         super().__init__()
         self._spec, self._subject = spec, subject
         self._make = folder, rank
-        self._seen = self._meter = self._snapshot = self._made = self._recorded = None
+        self._seen = self._meter = self._made = self._recorded = None
+        self._parts: list[Any] = []  # called at a step's begin in this order, at its end reversed
 
     @staticmethod
     def check(asked: tuple[str, ...]) -> None:
@@ -49,11 +50,13 @@ class Attached(contextlib.ExitStack):
 
             watch = oracles.Watch(self._spec["oracles"], self._subject, self._spec["settings"])
             self._seen = self.enter_context(watch)
+            self._parts.append(self._seen)
         witness = sys.modules.get("nsa.attention.witness")
         if witness is not None and self._subject is not None:
             self._recorded = self.enter_context(witness.recording())
         if "measure" in self._spec["observers"]:
             self._meter = StepMeter()
+            self._parts.append(self._meter)
         self._take_snapshots()
         return self
 
@@ -74,25 +77,17 @@ class Attached(contextlib.ExitStack):
         if hasattr(trainer, "steps_done"):  # our own trainer reports its phases
             trainer.observers = (*trainer.observers, made)
         else:
-            self._snapshot = made
+            self._parts.append(made)
 
     def begin(self, step: int) -> None:
         """Call before a step; steps are counted from 0."""
-        if self._seen is not None:
-            self._seen.begin(step)
-        if self._meter is not None:
-            self._meter.begin()
-        if self._snapshot is not None:
-            self._snapshot.begin(step)
+        for part in self._parts:
+            part.begin(step)
 
     def end(self, step: int, loss: Any = None) -> None:
         """Call after a step. Reversed order: the others' work is not part of the step's time."""
-        if self._snapshot is not None:
-            self._snapshot.end(step)
-        if self._meter is not None:
-            self._meter.end()
-        if self._seen is not None:
-            self._seen.end(step, loss)
+        for part in reversed(self._parts):
+            part.end(step, loss)
 
     def results(self, remake: Callable | None = None) -> dict[str, Any]:
         """Results of the oracles, {} without any."""

@@ -37,14 +37,14 @@ class StepMeter:
         self.found: dict[str, list[float]] = defaultdict(list)
         self._began = self._cpu_began = 0.0
 
-    def begin(self) -> None:
+    def begin(self, *_: Any) -> None:
         cuda = _cuda()
         if cuda is not None:
             cuda.synchronize()
             cuda.reset_peak_memory_stats()
         self._began, self._cpu_began = time.perf_counter(), time.process_time()
 
-    def end(self) -> None:
+    def end(self, *_: Any) -> None:
         cuda = _cuda()
         if cuda is not None:
             cuda.synchronize()

@@ -110,7 +110,7 @@ class MemorySnapshot:
             self._safely(self._begin)
             self._entered("forward")
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, loss: Any = None) -> None:
         """End a step of a loop without a Trainer."""
         self._last = step
         if step == self.step:
