@@ -58,8 +58,8 @@ def no_sync():
 class AtOptimizer:
     """An observer that calls look(model, step) when a step's gradients are complete."""
 
-    def __init__(self, look):
-        self.look = look
+    def __init__(self, look, model=None):
+        self.look, self.model = look, model
 
     def on_start(self, trainer):
         self.model = trainer.model

@@ -37,7 +37,7 @@ QUICK = [
     cell("smoke", "dense sdpa:math", 150, 1, checkpoint="all"),
     cell("cpu_test", "dense auto", 646, 5, checkpoint="0:1", precision="bf16"),
 ]
-TUNED = [
+TUNED = [  # with which the rules were made
     cell("cpu_test", "masked", 627, 1, batch=2, checkpoint="all"),
     cell("smoke", "gather", 300, 1, checkpoint="0:1", precision="bf16"),
     cell("production", "packed", 145, 1),
@@ -83,31 +83,21 @@ def estimated_of(spec: TrainingSpec) -> dict[str, float]:
     }
 
 
-def check(spec: TrainingSpec) -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, marks=mark, id=spec.told(spec.backend, str(spec.tokens)))
+        for specs, mark in (
+            (QUICK, pytest.mark.full), (TUNED, pytest.mark.long), (HELD_OUT, pytest.mark.slow)
+        )
+        for spec in specs
+    ],
+)  # fmt: skip
+def test_a_cpu_s_peaks_are_those_of_its_allocator(spec):
     errors = estimated_of(spec)
     # What torch's flash kernel of a CPU holds for a moment hangs on the processor: 4 % were seen.
     limit = 0.06 if spec.backend == "sdpa:flash" else EXACT
     assert max(map(abs, errors.values())) < limit, errors
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("spec", QUICK, ids=lambda spec: spec.told(spec.backend, str(spec.tokens)))
-def test_a_cpu_s_peaks_are_those_of_its_allocator(spec):
-    check(spec)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("spec", TUNED, ids=lambda spec: spec.told(spec.backend, str(spec.tokens)))
-def test_a_larger_grid_that_the_rules_were_made_with(spec):
-    check(spec)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", HELD_OUT, ids=lambda spec: "held out " + spec.told(spec.backend, str(spec.tokens))
-)
-def test_cells_held_out_until_the_rules_were_made(spec):
-    check(spec)
 
 
 def peaks(found: trace.Trace) -> dict:

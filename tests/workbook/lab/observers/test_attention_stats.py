@@ -9,7 +9,6 @@ import torch
 from observed import trainer
 from tiny_models import TOKENS, hidden, tiny
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.attention import witness
 from nsa.attention.branches import select_blocks
@@ -18,6 +17,7 @@ from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
 from nsa.reference.compress import compress_keys
 from nsa.reference.nsa import BRANCHES, nsa
+from workbook.lab.measure.counting import Count
 from workbook.lab.observers.attention_stats import (
     NAMES,
     AttentionStats,
@@ -49,14 +49,6 @@ def trained(steps=1, every=1, model=(), **training):
     made.run(steps)
     hook.remove()
     return stats.rows(), inputs
-
-
-class Dispatched(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
 
 
 def values(row):
@@ -141,9 +133,9 @@ def test_an_observed_step_dispatches_few_operations_more():
     for observers in ([], [AttentionStats(model, every=1)]):
         made = trainer(*observers, model=model)
         made.run(1)
-        with Dispatched() as counted:
+        with Count() as counted:
             made.run(1)
-        counts.append(counted.count)
+        counts.append(counted.total)
     plain, observed = counts
     assert plain < observed < 1.5 * plain  # at every=50 less than 1 % of all steps
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from observed import trainer
@@ -10,18 +11,10 @@ from workbook.lab.observers import watchdog
 from workbook.lab.observers.watchdog import Watchdog
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def dog(tmp_path):
-    clock = Clock()
-    made = Watchdog(tmp_path / "stall.txt", rank=1, clock=clock)
+    clock = SimpleNamespace(now=1000.0)
+    made = Watchdog(tmp_path / "stall.txt", rank=1, clock=lambda: clock.now)
     made.pass_ = lambda seconds, every=10.0: passing(made, clock, seconds, every)
     return made
 

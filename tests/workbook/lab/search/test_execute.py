@@ -1,6 +1,5 @@
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from lab_entries import make_up_trials
@@ -251,10 +250,3 @@ def test_a_plan_in_which_nothing_varies_is_not_bisected(fake):
     ledger, _ = fake(crashed)
     with pytest.raises(ValueError, match="no factor has two values that can be run"):
         bisect(plan(factors={"cache": [True]}), ledger)
-
-
-def test_two_sweeps_of_one_store_share_the_trials(fake):
-    ledger, ran = fake(lambda settings, attempt, stop: PASSED)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: sweep(plan(), ledger), range(2)))
-    assert len(ran.ran) == 8 == len(ledger.ids())

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from observed import AtOptimizer
 
 from nsa.attention.api import nsa_attention
 from nsa.config import NSAConfig
@@ -94,11 +95,10 @@ def test_unsafe_packing_loses_gradients_and_says_that_it_is_unsafe(trained):
     assert subject.witness()["packing"] == "unsafe"
     lost = set()
 
-    def on_phase(phase, step):
-        if phase == "optimizer":
-            lost.update(n for n, p in subject.model.named_parameters() if p.grad is None)
+    def look(model, step):
+        lost.update(n for n, p in model.named_parameters() if p.grad is None)
 
-    subject.trainer.observers = (*subject.trainer.observers, SimpleNamespace(on_phase=on_phase))
+    subject.trainer.observers = (AtOptimizer(look, subject.model),)
     subject.step(2)
     assert any("q_proj" in name for name in lost) and any("gate1" in name for name in lost)
     assert not any("mlp" in name or "o_proj" in name for name in lost)
@@ -131,11 +131,10 @@ def test_the_planted_root_leaves_the_loss_as_it_was_and_spoils_the_gradients(tra
     spoilt = make(SMALL | {"planted": "root"}, subject.trainer.observers[0])
     found = {}
 
-    def on_phase(phase, step):
-        if phase == "optimizer":
-            found.update((n, p.grad.isnan().any()) for n, p in spoilt.model.named_parameters())
+    def look(model, step):
+        found.update((n, p.grad.isnan().any()) for n, p in model.named_parameters())
 
-    spoilt.trainer.observers = (SimpleNamespace(on_phase=on_phase),)
+    spoilt.trainer.observers = (AtOptimizer(look, spoilt.model),)
     with contextlib.closing(spoilt):
         assert float(spoilt.step(0)) == plain[0]
     assert found["embed_tokens.weight"] and not found["norm.weight"]
