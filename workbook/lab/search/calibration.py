@@ -103,10 +103,11 @@ class Calibration:
         return self.first_s + steps * self.model.predict(*size)
 
     def stall_s(self, size: tuple[int, int]) -> float:
-        """Seconds that P may rest at that size, scaled by the step time at equal layers."""
+        """Seconds that P may rest at that size: GAPS times the longest rest, scaled by the time of
+        a step at equal layers, and at least LEAST_STALL_S."""
         layers = self.gap_at[0]
         slower = self.model.predict(layers, size[1]) / self.model.predict(*self.gap_at)
-        return stall_bound(self.gap_s * max(1.0, slower))
+        return max(LEAST_STALL_S, GAPS * (self.gap_s * max(1.0, slower)))
 
 
 def longest_gap(ticks: Iterable[tuple[float, Any]]) -> float:
@@ -116,13 +117,6 @@ def longest_gap(ticks: Iterable[tuple[float, Any]]) -> float:
     """
     moves = [t for (_, before), (t, p) in pairwise(ticks) if p != before]
     return max((b - a for a, b in pairwise(moves)), default=0.0)
-
-
-def stall_bound(longest_gap_s: float) -> float:
-    """Return the seconds of rest after which progress is frozen: max(5 s, 10 x the longest gap)."""
-    if not longest_gap_s >= 0:
-        raise ValueError(f"longest_gap_s={longest_gap_s} must not be negative")
-    return max(LEAST_STALL_S, GAPS * longest_gap_s)
 
 
 def size_of(plan: Plan, cell: Mapping[str, Any]) -> tuple[int, int]:

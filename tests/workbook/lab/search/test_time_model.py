@@ -14,7 +14,7 @@ from nsa.model.presets import preset
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
 from whyhung.process.runner import soft_deadline
-from workbook.lab.search.calibration import LEAST_STALL_S, TimeModel, longest_gap, stall_bound
+from workbook.lab.search.calibration import TimeModel, longest_gap
 
 SMALL = [(layers, tokens) for layers in (1, 2) for tokens in (64, 128, 256)]
 
@@ -76,13 +76,6 @@ def test_the_longest_gap_is_between_two_moves():
     assert longest_gap(ticks) == 3
     assert longest_gap([(0, "start"), (50, "start")]) == 0
     assert longest_gap([]) == 0
-
-
-def test_progress_may_rest_ten_of_its_longest_gaps_and_never_less_than_5_s():
-    assert stall_bound(0.0) == stall_bound(0.1) == LEAST_STALL_S == 5
-    assert stall_bound(2.0) == 20
-    with pytest.raises(ValueError, match="must not be negative"):
-        stall_bound(-1)
 
 
 def processor_seconds(layers, tokens, steps):
