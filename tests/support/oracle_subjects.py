@@ -129,16 +129,6 @@ class NoOptimizer(Plain):
         return loss.detach()
 
 
-class Scaled(Plain):
-    """fp16's way: the first gradients overflow, and the optimizer is not called in that step."""
-
-    def step(self, i):
-        self.optimizer.zero_grad()
-        (self.loss(i, torch.ones(2, SIZE)) * (float("inf") if i == 0 else 1)).backward()
-        if i > 0:
-            self.optimizer.step()
-
-
 class Keeps(Plain):
     """Keeps something of each step: what `kept` makes of it."""
 

@@ -1,5 +1,4 @@
 import gc
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,15 +29,6 @@ def case(make, name, what, said="", steps=4, **settings):
     "place: detail"."""
     marks = [pytest.mark.gpu] if settings.get("device") == "cuda" else []
     return pytest.param(make, name, what, said, steps, settings, marks=marks)
-
-
-def told(make, name, what, said, steps, settings):
-    (result,) = asked(make, name, steps=steps, settings=settings, twice=True).values()
-    assert (result["ok"], result["what"]) == (None if what is None else not what, what or "")
-    assert said in f"{result['place']}: {result['detail']}"
-
-
-cases = partial(pytest.mark.parametrize, ("make", "name", "what", "said", "steps", "settings"))
 
 
 def library(**changes):
@@ -86,9 +76,11 @@ def test_losses_are_those_of_a_training_that_nobody_watches_and_every_hook_is_go
 UNREACHED = "first.weight: step 0: no gradient for 2 parameters: the loss does not reach first."
 LATE = "first.weight: step 2: no gradient for 2 parameters first."
 INFINITE = "first.bias: step 2: 1 gradients are not finite"
+SPOILT = ("checkpoint", "checkpoint-mismatch", "first.")
 
 
-@cases(
+@pytest.mark.parametrize(
+    ("make", "name", "what", "said", "steps", "settings"),
     [
         case(subjects.Detached, "arrival", "missing-grad", UNREACHED),
         case(subjects.DetachedLate, "arrival", "missing-grad", LATE),
@@ -100,13 +92,39 @@ INFINITE = "first.bias: step 2: 1 gradients are not finite"
         case(library(force_branch="win"), "arrival", "missing-grad", "blocks.*.attention.", 1),
         case(subjects.NotFinite, "finite", "nan-grad", INFINITE),
         case(subjects.Spoilt, "finite", "nan-parameter", "second.weight:"),
-        case(subjects.Scaled, "finite", ""),
-    ]
+        # growth, told from warming up
+        case(subjects.KeepsLosses, "graph", None, "too few steps", steps=1),
+        case(subjects.KeepsLosses, "census", None, "too few steps", steps=1),
+        case(subjects.KeepsLosses, "memory", None, "too few steps", steps=1),
+        case(subjects.KeepsLosses, "recompilations", None, "too few steps", steps=1),
+        case(subjects.GrowingGraph, "graph", "graph-growth", steps=150),  # is sampled
+        case(subjects.KeepsMuch, "memory", "host-leak", steps=24),
+        case(subjects.Keeps, "memory", "device-leak", steps=12, device="cuda"),
+        case(subjects.Plain, "memory", "", steps=12, device="cuda"),
+        # another way to the same, and a longer one
+        case(subjects.Recomputed, *SPOILT, spoilt=True),
+        case(subjects.Recomputed, *SPOILT, spoilt=True, reentrant=True),
+        case(subjects.Recomputed, "checkpoint", "", "1 checkpoints"),
+        case(subjects.Recomputed, "checkpoint", "", "1 checkpoints", reentrant=True),
+        case(subjects.Random, "checkpoint", None, "two equal runs differ"),
+        case(library(checkpoint="all"), "checkpoint", "", "2 checkpoints", steps=1),
+        case(subjects.Ways, "backends:written out", "", backend="plain"),
+        case(subjects.Ways, "backends:wrong", "backend-mismatch", backend="plain"),
+        case(subjects.Ways, "backends:backend=wrong", "backend-mismatch", backend="plain"),
+        case(subjects.Ways, "backends:plain", None, backend="plain"),
+        case(subjects.Tokens, "quadratic:tokens", "quadratic", "first:", tokens=128, dense=True),
+        case(subjects.Tokens, "quadratic", "", "to the 1.00", tokens=128, dense=False),
+        case(subjects.Plain, "quadratic", None, "is None"),
+        case(subjects.Tokens, "quadratic", "quadratic", tokens=1024, dense=True, device="cuda"),
+        case(subjects.Tokens, "quadratic", "", tokens=1024, dense=False, device="cuda"),
+    ],
 )
-def test_a_gradient_that_is_missing_zero_or_not_finite_is_named_unless_it_is_right(
+def test_a_fault_is_named_with_its_place_and_what_is_right_is_not(
     make, name, what, said, steps, settings
 ):
-    told(make, name, what, said, steps, settings)
+    (result,) = asked(make, name, steps=steps, settings=settings, twice=True).values()
+    assert (result["ok"], result["what"]) == (None if what is None else not what, what or "")
+    assert said in f"{result['place']}: {result['detail']}"
 
 
 def test_without_a_model_gradients_cannot_be_told_and_the_rest_can():
@@ -138,22 +156,6 @@ def test_what_is_kept_from_step_to_step_is_told_apart(make):
     assert all(result["ok"] is not None for result in found.values())
 
 
-@cases(
-    [
-        case(subjects.KeepsLosses, "graph", None, "too few steps", steps=1),
-        case(subjects.KeepsLosses, "census", None, "too few steps", steps=1),
-        case(subjects.KeepsLosses, "memory", None, "too few steps", steps=1),
-        case(subjects.KeepsLosses, "recompilations", None, "too few steps", steps=1),
-        case(subjects.GrowingGraph, "graph", "graph-growth", steps=150),  # is sampled
-        case(subjects.KeepsMuch, "memory", "host-leak", steps=24),
-        case(subjects.Keeps, "memory", "device-leak", steps=12, device="cuda"),
-        case(subjects.Plain, "memory", "", steps=12, device="cuda"),
-    ]
-)
-def test_growth_is_told_from_warming_up(make, name, what, said, steps, settings):
-    told(make, name, what, said, steps, settings)
-
-
 @pytest.mark.parametrize(
     ("counts", "what"), [(range(0, 1000, 3), "recompile"), ([0] + [40] * 20, "")]
 )
@@ -162,35 +164,8 @@ def test_steps_that_compile_each_time_are_named_and_compiling_in_the_first_is_no
 ):
     counts = iter(counts)
     monkeypatch.setattr("workbook.lab.measure.counting._graphs", lambda: next(counts))
-    told(subjects.Plain, "recompilations", what, "", steps=6, settings={})
-
-
-SPOILT = ("checkpoint", "checkpoint-mismatch", "first.")
-
-
-@cases(
-    [
-        case(subjects.Recomputed, *SPOILT, spoilt=True),
-        case(subjects.Recomputed, *SPOILT, spoilt=True, reentrant=True),
-        case(subjects.Recomputed, "checkpoint", "", "1 checkpoints"),
-        case(subjects.Recomputed, "checkpoint", "", "1 checkpoints", reentrant=True),
-        case(subjects.Random, "checkpoint", None, "two equal runs differ"),
-        case(library(checkpoint="all"), "checkpoint", "", "2 checkpoints", steps=1),
-        case(subjects.Ways, "backends:written out", "", backend="plain"),
-        case(subjects.Ways, "backends:wrong", "backend-mismatch", backend="plain"),
-        case(subjects.Ways, "backends:backend=wrong", "backend-mismatch", backend="plain"),
-        case(subjects.Ways, "backends:plain", None, backend="plain"),
-        case(subjects.Tokens, "quadratic:tokens", "quadratic", "first:", tokens=128, dense=True),
-        case(subjects.Tokens, "quadratic", "", "to the 1.00", tokens=128, dense=False),
-        case(subjects.Plain, "quadratic", None, "is None"),
-        case(subjects.Tokens, "quadratic", "quadratic", tokens=1024, dense=True, device="cuda"),
-        case(subjects.Tokens, "quadratic", "", tokens=1024, dense=False, device="cuda"),
-    ]
-)
-def test_another_way_to_the_same_and_a_longer_one_are_compared(
-    make, name, what, said, steps, settings
-):
-    told(make, name, what, said, steps, settings)
+    found = asked(subjects.Plain, "recompilations", steps=6)["recompilations"]
+    assert (found["ok"], found["what"]) == (not what, what)
 
 
 def test_checkpointing_is_as_it_was_afterwards():
