@@ -1,19 +1,22 @@
 """Dtypes of a model, its gradients and its optimizer's state, and mismatches among them."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves_with_path
 
 from nsa.model import saving
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
+from workbook.lab.oracles.steps import some
 
-NAMED = 3  # tensors named in a sentence
+_listed = partial(some, most=3)
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,8 @@ def dtype_report(
     there = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     made = {name: p for name, p in parameters.items() if p.requires_grad}
     names = {id(p): name for name, p in parameters.items()}
-    states: dict[str, Tensor] = {}
-    for number, (p, state) in enumerate(optimizer.state.items() if optimizer else ()):
-        states |= _flat(state, f"{names.get(id(p), number)}.")
+    held = enumerate(optimizer.state.items() if optimizer else ())
+    states = _flat({names.get(id(p), number): state for number, (p, state) in held})
     return _report(parameters, there, made, states, dict(model.named_buffers()), expected)
 
 
@@ -200,30 +202,16 @@ def _mismatches(
         )
 
 
-def _flat(values: Any, prefix: str = "") -> dict[str, Tensor]:
+def _flat(values: Any) -> dict[str, Tensor]:
     """Return every tensor in nested mappings and lists, by its path."""
-    if isinstance(values, Tensor):
-        return {prefix.rstrip("."): values}
-    inner: Iterable[tuple[Any, Any]] = ()
-    if isinstance(values, Mapping):
-        inner = values.items()
-    elif isinstance(values, list | tuple):
-        inner = enumerate(values)
-    found: dict[str, Tensor] = {}
-    for key, value in inner:
-        found |= _flat(value, f"{prefix}{key}.")
-    return found
+    leaves = ((path, x) for path, x in tree_leaves_with_path(values) if isinstance(x, Tensor))
+    return {".".join(str(*astuple(key)) for key in path): x for path, x in leaves}
 
 
 def _name(dtype: torch.dtype) -> str:
     short = {torch.float32: "fp32", torch.float64: "fp64"}
     short |= {torch.bfloat16: "bf16", torch.float16: "fp16"}
     return short.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is(names: list[str]) -> str:

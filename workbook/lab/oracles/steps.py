@@ -87,11 +87,11 @@ def anywhere(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def some(names: Iterable[str]) -> str:
-    """List the first four names, and the number of others."""
+def some(names: Iterable[str], most: int = 4) -> str:
+    """List the first `most` names, and the number of others."""
     listed = list(names)
-    more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
-    return ", ".join(listed[:4]) + more
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
 
 
 def device_of(model: nn.Module | None) -> torch.device:
