@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from whyhung.verdict.frames import is_code
 from workbook.lab.measure.lines import calling, shown
-from workbook.lab.measure.recorders import local
+from workbook.lab.measure.recorders import by_category, local
 from workbook.lab.oracles.steps import anywhere
 
 # Limits of the owner search for tensors that existed before the step: each costs a comparison with
@@ -48,12 +48,7 @@ class Parts:
         self.optimizers: list[Any] = []
 
     def watched(self) -> dict[str, list[Tensor]]:
-        named = self._parameters()
-        return {
-            "parameters": [local(p) for p in named],
-            "gradients": [local(p.grad) for p in named if p.grad is not None],
-            "optimizer_state": [local(value) for _, value in self._states()],
-        }
+        return by_category(self._parameters(), (value for _, value in self._states()))
 
     def owners(self) -> dict[int, Owner]:
         """Return owners by address; the line is that of the owning class."""

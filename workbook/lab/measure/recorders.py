@@ -291,16 +291,18 @@ def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """Tensors to watch of a model and its optimizer; of FSDP2-sharded tensors, the local shard."""
 
     def watched() -> dict[str, list[Tensor]]:
-        parameters = list(model.parameters())
         states = (value for state in optimizer.state.values() for value in state.values())
-        found = {
-            "parameters": parameters,
-            "gradients": [p.grad for p in parameters if p.grad is not None],
-            "optimizer_state": [value for value in states if isinstance(value, Tensor)],
-        }
-        return {name: [local(tensor) for tensor in tensors] for name, tensors in found.items()}
+        return by_category(model.parameters(), (x for x in states if isinstance(x, Tensor)))
 
     return watched
+
+
+def by_category(parameters: Iterable[Tensor], states: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """Return this rank's part of the parameters, their gradients and the optimizer's states."""
+    parameters = list(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    found = {"parameters": parameters, "gradients": gradients, "optimizer_state": states}
+    return {name: [local(x) for x in tensors] for name, tensors in found.items()}
 
 
 @torch.no_grad()

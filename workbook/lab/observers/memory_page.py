@@ -72,21 +72,13 @@ def text(record: dict[str, Any]) -> str:
             "file of a CPU"
         )
     names = [name for name in CATEGORIES if any(held[at].get(name) for at in held)]
-    columns_ = ["before_backward", "after_backward", "difference", "peak"]
+    every = ("before_backward", "after_backward", "difference", "peak")
+    sums = {at: held[at] | {"all": sum(held[at].values())} for at in every if at in held}
     table = [
         {"category": name.replace("_", " ")}
-        | {
-            at.replace("_", " "): size(held[at][name], at == "difference")
-            for at in columns_
-            if at in held
-        }
-        for name in names
+        | {at.replace("_", " "): size(by[name], at == "difference") for at, by in sums.items()}
+        for name in (*names, "all")
     ]
-    table.append(
-        {"category": "all"}
-        | {at.replace("_", " "): size(sum(held[at].values()), at == "difference")
-           for at in columns_ if at in held}
-    )  # fmt: skip
     lines += ["", *columns(table, {}, left=("category",))]
     share, aim = record["explained"], f"{ENOUGH:.0%}"
     lines += ["", f"{share:.1%} of the peak is attributed to modules and lines (aim: {aim})"]

@@ -87,6 +87,7 @@ class Watch(Steps):
         self._settings = dict(settings or {})
         model = subject if isinstance(subject, nn.Module) else getattr(subject, "model", None)
         model = model if isinstance(model, nn.Module) else None
+        self._has_model = model is not None
         # Memory after the others, which free their data of a step first.
         made = {
             "graph": Graph,
@@ -132,13 +133,11 @@ class Watch(Steps):
         return found
 
     def _result(self, name: str, value: str, remake: Remake | None) -> Result:
+        if not self._has_model and name in (*GRADIENTS, *LEARNING):
+            return unknown(NO_MODEL)
         if name in GRADIENTS:
-            if self._gradients is None:
-                return unknown(NO_MODEL)
             return getattr(gradients, name)(self._gradients)
         if name in LEARNING:
-            if self._learning is None:
-                return unknown(NO_MODEL)
             return getattr(self._learning, name)()
         if name in LOSSES:
             return getattr(self._losses, name)(value)

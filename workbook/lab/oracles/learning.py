@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections import Counter, defaultdict
 from collections.abc import Collection
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -182,13 +183,9 @@ def _others(subject: Any) -> list[Any]:
 
 def _runs(rows: list[int]) -> list[tuple[int, int]]:
     """First and last of each run of consecutive numbers."""
-    found: list[tuple[int, int]] = []
-    for row in rows:
-        if found and found[-1][1] == row - 1:
-            found[-1] = (found[-1][0], row)
-        else:
-            found.append((row, row))
-    return found
+    by_run = groupby(enumerate(rows), key=lambda each: each[1] - each[0])
+    runs = [[row for _, row in run] for _, run in by_run]
+    return [(run[0], run[-1]) for run in runs]
 
 
 def _spans(rows: list[int]) -> str:
