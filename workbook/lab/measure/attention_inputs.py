@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from nsa.attention.branches import pool
 from nsa.blocks import count_selectable
@@ -49,13 +50,10 @@ class Drawn:
         and a backward under capture must not wait for another stream.
         """
 
-        def again(x):
-            if isinstance(x, Tensor):
-                return x.detach().requires_grad_(x.requires_grad)
-            return {name: again(part) for name, part in x.items()}
+        def again(x: Tensor) -> Tensor:
+            return x.detach().requires_grad_(x.requires_grad)
 
-        tensors = {name: again(x) for name, x in vars(self).items() if name != "shape"}
-        return replace(self, **tensors)
+        return Drawn(**tree_map_only(Tensor, again, vars(self)))
 
     def fingerprint(self) -> list[Tensor]:
         """Sums of every tensor's bits over features and over tokens: equal if no tensor changed."""

@@ -252,9 +252,7 @@ def explained(stopped: Stopped, trainer: Trainer) -> Stopped:
         return Stopped(reason, f"after step {stopped.step}: {message}", stopped.step)
     try:
         mine = cause(trainer, stopped.step)
-    except (
-        Exception
-    ) as error:  # the run ends for its step, not for an error in the search for the cause
+    except Exception as error:  # the run ends for its step, not for an error in this search
         mine = {"rank": place.rank, "error": f"{type(error).__name__}: {error}"}
     causes = _of_all(place, mine)
     told = f"{stopped}; {place_of(causes)}"
