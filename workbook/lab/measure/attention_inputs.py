@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -43,15 +43,15 @@ class Drawn:
             found |= {name: x} if isinstance(x, Tensor) else {f"{name}_{b}": x[b] for b in x}
         return found | {"gates": self.gates}
 
-    def fresh(self) -> "Drawn":
-        """Return new leaves, part of no graph yet, over the same memory.
+    def fresh(self, how: Callable[[Tensor], Tensor] = lambda x: x) -> "Drawn":
+        """Return new leaves, part of no graph yet: over the same memory, or what `how` returns.
 
         A leaf's AccumulateGrad node belongs to the stream of the first forward that used the leaf,
         and a backward under capture must not wait for another stream.
         """
 
         def again(x: Tensor) -> Tensor:
-            return x.detach().requires_grad_(x.requires_grad)
+            return how(x.detach()).requires_grad_(x.requires_grad)
 
         return Drawn(**tree_map_only(Tensor, again, vars(self)))
 

@@ -121,7 +121,7 @@ class Subject:
             whole = wide(whole)
         else:
             blocks = some_blocks(self.cell.shape, self.device)
-        mine = mapped(whole, lambda x: layout.shard(x, self.context.rank))
+        mine = whole.fresh(lambda x: layout.shard(x, self.context.rank))
         config, leaves = self.cell.shape.config, whole.leaves()
         given, options = (whole.q, whole.k, whole.v, whole.gates, config), {"backend": self.backend}
         o = nsa_attention(*given, **options, blocks=blocks)
@@ -208,20 +208,9 @@ def about(device: torch.device) -> dict[str, str | None]:
     return {"device": name, "torch": torch.__version__, "triton": triton}
 
 
-def mapped(drawn: Drawn, how: Callable[[Tensor], Tensor]) -> Drawn:
-    """Inputs whose tensors went through `how`, as leaves of a new graph."""
-
-    def one(x: Tensor | Mapping[str, Tensor]) -> Any:
-        if isinstance(x, Tensor):
-            return how(x.detach()).requires_grad_(x.requires_grad)
-        return {name: one(part) for name, part in x.items()}
-
-    return replace(drawn, **{n: one(x) for n, x in vars(drawn).items() if n != "shape"})
-
-
 def wide(drawn: Drawn) -> Drawn:
     """The same inputs in fp64."""
-    return mapped(drawn, Tensor.double)
+    return drawn.fresh(Tensor.double)
 
 
 def some_blocks(shape: Shape, device: torch.device) -> Tensor:
