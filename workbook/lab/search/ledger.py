@@ -152,7 +152,7 @@ class Ledger:
     def _claimed(self, id: str, stop: threading.Event | None) -> Iterator[None]:
         """Hold an exclusive lock on this trial, released when its holder ends in any way.
 
-        The file contains the holder's PID and is never removed: a new file would be another lock.
+        The file is never removed: a new one would be another lock.
         """
         locks = self.root / ".locks"
         with self._undone(id):
@@ -167,10 +167,6 @@ class Ledger:
                     if stop is not None and stop.is_set():
                         raise InterruptedError(f"stopped while another ran trial {id}") from None
                     time.sleep(WAIT_S)
-            with contextlib.suppress(OSError):
-                opened.truncate(0)
-                opened.write(str(os.getpid()))
-                opened.flush()
             yield
 
 

@@ -15,10 +15,15 @@ from workbook.lab.observers.trace import Ranges, StepTrace
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
-def profiled(file, steps=range(1, 3), config=None, **training):
+def watched(file, steps, config=None, **training):
+    """A trace of those steps, and the trainer that has it."""
     model = LanguageModel(config or tiny())
     trace = StepTrace(model, training.get("device", "cpu"), steps, file)
-    made = trainer(trace, model=model, **training)
+    return trace, trainer(trace, model=model, **training)
+
+
+def profiled(file, steps=range(1, 3), config=None, **training):
+    trace, made = watched(file, steps, config, **training)
     made.run(steps.stop + 1)
     return trace
 
@@ -89,12 +94,10 @@ def test_the_trace_has_the_allocators_events(trace):
 
 
 def test_nothing_is_done_in_other_steps(tmp_path, monkeypatch):
-    model = LanguageModel(tiny())
-    trace = StepTrace(model, "cpu", range(7, 8), tmp_path / "t.json.gz")
-    made = trainer(trace, model=model)
+    trace, made = watched(tmp_path / "t.json.gz", range(7, 8))
     monkeypatch.setattr(trace._ranges, "on_phase", lambda *_: pytest.fail("a range was opened"))
     made.run(2)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in made.model.modules())
     with pytest.raises(ValueError, match="steps 7 to 8 were not all taken"):
         trace.report()
     made.close()
@@ -102,15 +105,13 @@ def test_nothing_is_done_in_other_steps(tmp_path, monkeypatch):
 
 
 def test_a_step_that_fails_leaves_its_trace_and_no_hook(tmp_path, monkeypatch):
-    model = LanguageModel(tiny())
-    trace = StepTrace(model, "cpu", range(0, 3), tmp_path / "t.json.gz")
-    made = trainer(trace, model=model)
-    monkeypatch.setattr(model.norm, "forward", lambda x: 1 / 0)
+    trace, made = watched(tmp_path / "t.json.gz", range(3))
+    monkeypatch.setattr(made.model.norm, "forward", lambda x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made.run(3)
     made.close()
     assert b"blocks.1.mlp" in gzip.decompress(trace.file.read_bytes())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in made.model.modules())
 
 
 def test_a_stretch_without_steps_is_refused(tmp_path):
@@ -119,10 +120,9 @@ def test_a_stretch_without_steps_is_refused(tmp_path):
 
 
 def test_losses_are_those_of_a_run_that_is_not_watched(tmp_path):
-    model = LanguageModel(tiny())
-    trace = StepTrace(model, "cpu", range(1, 2), tmp_path / "t.json.gz")
-    watched = trainer(trace, Ranges(model), model=model, seed=3).run(3)
-    assert watched == trainer(seed=3).run(3)
+    _, made = watched(tmp_path / "t.json.gz", range(1, 2), seed=3)
+    made.observers = (*made.observers, Ranges(made.model))
+    assert made.run(3) == trainer(seed=3).run(3)
 
 
 gpu = pytest.mark.gpu
