@@ -51,14 +51,10 @@ class StepMeter:
         self.found["seconds"].append(time.perf_counter() - self._began)
         self.found["processor"].append(time.process_time() - self._cpu_began)
         if cuda is not None:
-            held = cuda.max_memory_allocated() / MIB
-            reserved = cuda.max_memory_reserved() / MIB
-            stats = cuda.memory_stats()
-            values = {"allocated": held, "reserved": reserved, "fragmentation": reserved - held}
-            for name in ("inactive_split", "requested"):
-                values[name] = stats.get(f"{name}_bytes.all.peak", 0) / MIB
-            for name, value in values.items():
-                self.found[name].append(value)
+            stats, found = cuda.memory_stats(), self.found
+            for name in ("allocated", "reserved", "inactive_split", "requested"):
+                found[name].append(stats.get(f"{name}_bytes.all.peak", 0) / MIB)
+            found["fragmentation"].append(found["reserved"][-1] - found["allocated"][-1])
 
     def result(self) -> dict[str, list[float]]:
         """Values of each step: seconds, processor seconds (all threads), and on a GPU MiB at its

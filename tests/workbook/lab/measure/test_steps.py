@@ -45,18 +45,17 @@ def test_a_step_is_timed_from_its_begin_to_its_end():
 
 
 def test_on_a_gpu_it_waits_for_the_device_and_tells_each_steps_peaks(monkeypatch):
-    calls, peaks = [], iter([(3, 5), (4, 4)])
+    calls = []
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
         synchronize=lambda: calls.append("wait"),
         reset_peak_memory_stats=lambda: calls.append("reset"),
-        max_memory_allocated=lambda: held[0] * 2**20,
-        max_memory_reserved=lambda: held[1] * 2**20,
-        memory_stats=lambda: {"inactive_split_bytes.all.peak": 2**19},
+        memory_stats=lambda: {f"{name}_bytes.all.peak": n * 2**20 for name, n in peaks.items()},
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     meter = StepMeter()
-    for held in peaks:  # noqa: B007  read by the statistics above
+    for allocated, reserved in ((3, 5), (4, 4)):
+        peaks = {"allocated": allocated, "reserved": reserved, "inactive_split": 0.5}
         meter.begin()
         meter.end()
     found = meter.result()
