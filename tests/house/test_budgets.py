@@ -20,7 +20,7 @@ LINES = {
     "nsa/hf": (1214, 1230),
     "nsa/recipes": (328, 330),
     "nsa": (20366, 15500),
-    "workbook/lab": (13518, 6500),
+    "workbook/lab": (13514, 6500),
     "workbook/runs": (6977, 4700),
     "workbook/rooms": (20087, 9500),
     "workbook/cli": (1902, 1150),
