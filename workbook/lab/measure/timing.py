@@ -40,8 +40,9 @@ class Clock:
         now = time.monotonic()
         for end, name in ((self.end, "the budget"), (self.share, "this implementation's share")):
             if now + needed_s > end:
-                left = max(0.0, end - now)
-                raise NoTime(f"{what} needs {needed_s:.3g} s, {name} has {left:.3g} s left")
+                if now >= end:
+                    raise NoTime(f"{name} was used up before {what}")
+                raise NoTime(f"{what} needs {needed_s:.3g} s, {name} has {end - now:.3g} s left")
 
 
 class NoTime(Exception):
