@@ -15,6 +15,7 @@ from nsa.reference.nsa import BRANCHES
 from nsa.spelling import choice
 from workbook.lab.measure.shapes import DTYPES, count
 from workbook.lab.training import check_whole
+from workbook.runs.looks import length
 
 # arXiv 2502.11089, Table 4: tokens that a step of NSA has to load, by tokens of dense attention.
 PAPER = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}
@@ -104,12 +105,7 @@ class Cell:
         return cls(**{**values, "config": NSAConfig(**values["config"])})
 
     def __str__(self) -> str:
-        return f"{self.batch} x {words(self.tokens)}"
-
-
-def words(tokens: int) -> str:
-    """Format a token count: 65536 as 64k."""
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+        return f"{self.batch} x {length(self.tokens)}"
 
 
 def cells_from(sizes: Sequence[str], **common: Any) -> list[Cell]:

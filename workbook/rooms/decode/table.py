@@ -42,19 +42,13 @@ def times(df: pandas.DataFrame, on_gpu: bool) -> pandas.DataFrame:
     """Table of ms per step on a GPU, by mode; on a CPU, of the time relative to dense attention at
     the same size. A failure shows its outcome."""
     if on_gpu:
-        text = [
-            row.outcome if row.outcome != "ok" else f"{row.graph_ms:.3g} ({row.eager_ms:.3g})"
-            for row in df.itertuples()
-        ]
+        shown = df["graph_ms"].map("{:.3g}".format) + df["eager_ms"].map(" ({:.3g})".format)
         heading = "ms a step in a CUDA graph (eager)"
     else:
-        dense = fastest(df, DENSE)
-        text = [
-            row.outcome if row.outcome != "ok" else f"{row.ms / dense.get(row.size, math.nan):.2f}"
-            for row in df.itertuples()
-        ]
+        shown = (df["ms"] / df["size"].map(fastest(df, DENSE))).map("{:.2f}".format)
         heading = "time over dense attention's (no GPU: only ratios)"
-    table = df.assign(text=text).pivot(index="name", columns="size", values="text")
+    shown = shown.where(df["outcome"] == "ok", df["outcome"])
+    table = df.assign(text=shown).pivot(index="name", columns="size", values="text")
     ordered = table.loc[list(dict.fromkeys(df["name"])), list(dict.fromkeys(df["size"]))]
     if on_gpu:
         for operation, name in LIMIT.items():

@@ -34,28 +34,26 @@ COMPARED = 1 << 15  # rows of queries compared at once
 MOST = 2.0**-7  # of the largest number: two units in the last place of bf16
 
 
-def measure_rank(spec: dict) -> dict:
+def measure_rank(spec: dict) -> None:
     """Measure {"cells": [Cell.to_dict()], "device", "backend", "equal_up_to": T, "file"}.
 
-    Returns {"rows"}, a row a cell, see `Subject.measure` and `about`; rank 0 also appends each to
-    `file` at once. A cell of fewer ranks than the launch has runs on every group of so many, and
-    has the slowest group's time and the largest memory. Up to `equal_up_to` tokens every rank also
-    computes the whole sequence alone, and compares.
+    Rank 0 appends a row of each to `file` at once, see `Subject.measure` and `about`. A cell of
+    fewer ranks than the launch has runs on every group of so many, and has the slowest group's time
+    and the largest memory. Up to `equal_up_to` tokens every rank also computes the whole sequence
+    alone, and compares.
     """
     place = parallel.start("ddp", device=spec["device"])
     try:
-        device, rows = torch.device(place.device), []
+        device = torch.device(place.device)
         if device.type == "cpu":
             torch.set_num_threads(1)
         known = about(device)
         for values in spec["cells"]:
             cell = Cell.from_dict(values)
             row = Subject(cell, device, spec["backend"]).measure(spec["equal_up_to"])
-            rows.append({"cell": values} | row | known)
-            if place.rank == 0 and spec.get("file"):
+            if place.rank == 0:
                 with Path(spec["file"]).open("a", encoding="utf-8") as file:
-                    print(json.dumps(rows[-1]), file=file, flush=True)
-        return {"rows": rows}
+                    print(json.dumps({"cell": values} | row | known), file=file, flush=True)
     finally:
         place.close()
 

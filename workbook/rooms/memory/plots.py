@@ -12,52 +12,39 @@ from workbook.runs.scaling import local_exponents
 MIB_PER_GIB = 1024
 BESIDE = "Beside the case study"
 CARDS = {"H100": "an H100 of 80 GB", "H200": "an H200 of 141 GB"}
-Line = tuple[Sequence[float], Sequence[float]]  # tokens, MiB
-Curves = Mapping[str, Line | Mapping[str, Line]]
+Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # tokens and MiB of each label
 
 
-def scaling(
-    df, prediction: Curves | None = None, case_study: Curves | None = None, *, mode: str = "step"
-):
-    """Plot peak memory against tokens, log-log: one panel per model, one line per backend.
+def scaling(df, prediction: Mapping[str, Curves] | None = None, case_study: Curves | None = None):
+    """Plot peak memory of a step against tokens, log-log: a panel per model, a line per backend.
 
     df: rows of metrics.csv with x_name tokens, metric peak_memory, unit MiB. A failed point (no
-    median) is a cross at the top, its outcome beside it. `prediction` (dashed, in the colour of
-    the backend it names) and `case_study` (dotted grey, in a separate panel if it would
-    squeeze the others) map a label to (tokens, MiB), or a panel's title (`repro, 5 layers`) to such
-    a mapping. Returns the figure; ValueError without rows.
+    median) is a cross at the top, its outcome beside it. `prediction`, by panel (`repro, 5 layers`)
+    and backend, is dashed in the backend's colour; `case_study` is dotted grey in every panel, or
+    in a separate one if it would squeeze the others. ValueError without rows.
     """
     unit, scale = _unit(df)
-    wanted = []  # (title, rows, predicted, reported) of each panel
-    for model, frame in looks.models(looks.peaks(df, mode)).items():
-        predicted, reported = _curves(prediction, model), _curves(case_study, model)
+    reported, wanted = case_study or {}, []  # (title, rows, predicted, reported) of each panel
+    for model, frame in looks.models(looks.peaks(df, "step")).items():
         squeezed = reported and _squeezed(frame, reported)
-        here = [] if squeezed else reported
-        wanted.append((f"Peak memory: {model}", frame, predicted, here))
+        predicted = (prediction or {}).get(model, {})
+        wanted.append((f"Peak memory: {model}", frame, predicted, {} if squeezed else reported))
         if squeezed:
-            wanted.append((BESIDE, frame, [], reported))
+            wanted.append((BESIDE, frame, {}, reported))
     alike = not any(title == BESIDE for title, *_ in wanted)
     with looks.figure(len(wanted), 3.9, same_y=alike, names="at ends") as (fig, panels):
-        for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
-            for backend, line in looks.backends(frame):
-                good = line[line["median"].notna()]
-                look = looks.line(backend) | {"zorder": 3}
-                if len(good):
-                    axes.plot(good["x_value"], good["median"] / scale, **look)
-            for label, (tokens, mib) in predicted:
+        for axes, (title, frame, predicted, beside) in zip(panels, wanted, strict=True):
+            for backend, good in _finished(frame):
+                axes.plot(good["x_value"], good["median"] / scale, **looks.line(backend), zorder=3)
+            for label, (tokens, mib) in predicted.items():
                 look = {"color": looks.look(label)[0], "label": f"predicted: {label}", "lw": 1.1}
                 axes.plot(tokens, np.asarray(mib, float) / scale, "--", **look)
-            for number, (label, (tokens, mib)) in enumerate(reported):
-                look = {"color": "#9a9a9a", "label": label, "lw": 1.2}
-                look["marker"] = "1234+x"[number % 6]
+            for label, (tokens, mib) in beside.items():
+                look = {"color": "#9a9a9a", "label": label, "lw": 1.2, "marker": "1"}
                 axes.plot(tokens, np.asarray(mib, float) / scale, ":", **look)
-            axes.set_xscale("log", base=2)
-            looks.log_axis(axes.yaxis)
-            _mark_failures(axes, frame)
-            axes.set(xlabel="T (tokens)", ylabel=f"peak memory ({unit})")
+            ticks = [t for tokens, _ in beside.values() for t in tokens]
+            _over_tokens(axes, frame, f"peak memory ({unit})", ticks)
             looks.title(axes, title)
-            ticks = [t for _, (tokens, _) in reported for t in tokens]
-            looks.plain_ticks(axes, [*frame["x_value"], *ticks])
     return fig
 
 
@@ -80,18 +67,12 @@ def headline(df, *, note: str = ""):
             # Between the lines that end early on the left and those that reach it on the right.
             said |= {"ha": "center", "va": "bottom"}
             axes.annotate(f"{CARDS[name]}: {gib:.0f} GiB", (0.45, gib), **said)
-        for backend, line in looks.backends(frame):
-            good = line[line["median"].notna()]
+        for backend, good in _finished(frame):
             style = looks.line(backend) | {"zorder": 3}
-            if len(good):
-                style["label"] += f": {good['median'].iloc[-1]:.3g} GiB"
-                axes.plot(good["x_value"], good["median"], **style)
-        axes.set_xscale("log", base=2)
-        looks.log_axis(axes.yaxis)
-        _mark_failures(axes, frame)
-        axes.set(xlabel="T (tokens)", ylabel="peak memory of a step (GiB)")
+            style["label"] += f": {good['median'].iloc[-1]:.3g} GiB"
+            axes.plot(good["x_value"], good["median"], **style)
+        _over_tokens(axes, frame, "peak memory of a step (GiB)")
         looks.title(axes, f"A training step, {model}, one sequence", note)
-        looks.plain_ticks(axes, frame["x_value"])
     return fig
 
 
@@ -100,12 +81,9 @@ def exponents(df):
     models = looks.models(looks.peaks(df, "step"))
     with looks.figure(len(models), 3.2, same_y=True, names="at ends") as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
-            for backend, line in looks.backends(frame):
-                line = line[line["median"].notna()]
-                if len(line) < 2:
-                    continue
-                tokens = line["x_value"].to_numpy()
-                found = local_exponents(tokens, line["median"])
+            for backend, good in _finished(frame, least=2):
+                tokens = good["x_value"].to_numpy()
+                found = local_exponents(tokens, good["median"])
                 middle = np.sqrt(tokens[1:] * tokens[:-1])
                 axes.plot(middle, found, **looks.line(backend))
             for level, name in ((1, "linear"), (2, "quadratic")):
@@ -181,35 +159,33 @@ def _unit(df) -> tuple[str, float]:
     return ("GiB", MIB_PER_GIB) if highest >= 2 * MIB_PER_GIB else ("MiB", 1.0)
 
 
-def _curves(curves: Curves | None, model: str) -> list[tuple[str, Line]]:
-    """Curves for every panel, and those given under this panel's title."""
-    found = []
-    for name, curve in (curves or {}).items():
-        if not isinstance(curve, Mapping):
-            found.append((name, curve))
-        elif name == model:
-            found += curve.items()
-    return found
+def _finished(frame, least: int = 1) -> list[tuple]:
+    """List (backend, its rows with a value) of the backends that have at least so many."""
+    found = [(name, rows[rows["median"].notna()]) for name, rows in looks.backends(frame)]
+    return [(name, rows) for name, rows in found if len(rows) >= least]
 
 
-def _squeezed(frame, curves: Sequence[tuple[str, Line]]) -> bool:
+def _squeezed(frame, curves: Curves) -> bool:
     """Return True if these curves would leave our points less than two thirds of a log axis."""
     ours = frame["median"].dropna().to_numpy(float)
-    theirs = np.concatenate([np.asarray(mib, float) for _, (_, mib) in curves])
+    theirs = np.concatenate([np.asarray(mib, float) for _, mib in curves.values()])
     return len(ours) and np.ptp(np.log([*ours, *theirs])) > 1.5 * np.ptp(np.log(ours))
 
 
-def _mark_failures(axes, frame) -> None:
-    """Draw crosses along the top edge, one row per backend, its outcomes beside them."""
+def _over_tokens(axes, frame, ylabel: str, ticks: Sequence[float] = ()) -> None:
+    """Make both axes logarithmic, with a tick at each T and at `ticks`. Along the top edge are
+    crosses of what failed, one row per backend, with its outcomes."""
+    axes.set_xscale("log", base=2)
+    looks.log_axis(axes.yaxis)
+    axes.set(xlabel="T (tokens)", ylabel=ylabel)
     failed = frame[frame["median"].isna()]
-    if not len(failed):
-        return
     failing = [
-        (name, line["x_value"], [c.get("outcome", "failed") for c in metrics.configs(line)])
-        for name, line in looks.backends(failed)
+        (name, rows["x_value"], [c.get("outcome", "failed") for c in metrics.configs(rows)])
+        for name, rows in looks.backends(failed)
     ]
     looks.crosses(axes, failing, frame["x_value"])
-    if frame["median"].notna().any():
+    if failing and frame["median"].notna().any():
         # room for the crosses above the highest curve
         low, high = axes.get_ylim()
         axes.set_ylim(low, high * (high / low) ** (0.08 + 0.07 * len(failing)))
+    looks.plain_ticks(axes, [*frame["x_value"], *ticks])

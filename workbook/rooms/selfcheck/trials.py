@@ -28,7 +28,7 @@ from whyhung.watch.evidence import Evidence
 from workbook.lab import attached, oracles
 from workbook.lab.training import TrainingSpec
 from workbook.rooms.selfcheck.judged import LATE, NOTHING, Judged, blind
-from workbook.rooms.selfcheck.registry import Fault, chosen, every, why_not
+from workbook.rooms.selfcheck.registry import Fault, chosen, why_not
 from workbook.runs import environment
 
 STALL_S = 5.0
@@ -61,7 +61,7 @@ def check_parameters(values: Mapping[str, Any]) -> None:
 
 
 def check(
-    faults: Iterable[Fault] | None = None,
+    faults: Iterable[Fault],
     *,
     rounds: int = 1,
     workers: int = 3,
@@ -74,7 +74,7 @@ def check(
     say: Callable[[Judged], None] = lambda row: None,
     stop: threading.Event | None = None,
 ) -> list[Judged]:
-    """Run and judge each of `faults` (None: all), in `rounds` rounds; return a row each, in order.
+    """Run and judge each of `faults`, in `rounds` rounds; return a row each, in order.
 
     workers: concurrent trials that mostly wait, beside one that computes or whose time counts.
     load: busy loops beside them. part: (2, 8) for the second of eight parts, each of which takes
@@ -92,7 +92,7 @@ def check(
         import torch
 
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    faults, stop = list(every() if faults is None else faults), stop or threading.Event()
+    faults, stop = list(faults), stop or threading.Event()
     jobs = [(number, index) for number in range(1, rounds + 1) for index in range(len(faults))]
     jobs = jobs[part[0] - 1 :: part[1]]
     # Within a round the longest start first.

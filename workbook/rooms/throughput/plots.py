@@ -17,15 +17,15 @@ PHASE_COLOURS = {
 }  # fmt: skip
 
 
-def speed(df, *, note: str = "", reported: bool = True):
+def speed(df, *, note: str = ""):
     """Plot tokens/s against T, log-log: NSA solid, the dense baseline dotted.
 
     There are two panels per model: the measurements, and the same beside the case study's reported
-    figures (`reported`), grey crosses decades below. Failures are crosses at the bottom. `note`
-    appears in a corner. Raises ValueError without rows.
+    figures, grey crosses decades below. Failures are crosses at the bottom. `note` appears in a
+    corner. Raises ValueError without rows.
     """
     models = [(*model, beside) for model in _by_model(df, "tokens_per_second")
-              for beside in (False, True)[: 1 + reported]]  # fmt: skip
+              for beside in (False, True)]  # fmt: skip
     with looks.figure(len(models), 3.6, names="at ends") as (fig, panels):
         for axes, (model, frame, beside) in zip(panels, models, strict=True):
             _lines(axes, frame, bands=not table.on_cpu(df))
@@ -33,10 +33,8 @@ def speed(df, *, note: str = "", reported: bool = True):
             axes.set(ylabel="tokens a second")
             looks.log_axis(axes.yaxis)
             _failures(axes, frame, tokens)
-            if beside:
-                looks.title(axes, "Beside the case study", note)
-            else:
-                looks.title(axes, f"Training speed: {model}", "" if reported else note)
+            title = "Beside the case study" if beside else f"Training speed: {model}"
+            looks.title(axes, title, note * beside)
     return fig
 
 

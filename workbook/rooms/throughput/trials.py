@@ -188,7 +188,7 @@ def check_parameters(values: Mapping[str, Any]) -> None:
 
 
 def measure(
-    cells: Sequence[TrainCell | dict],
+    cells: Sequence[TrainCell],
     *,
     threads: int | None = None,
     entry: str = ENTRY,
@@ -202,19 +202,18 @@ def measure(
     job's, and `by_rank` keeps each rank's own.
 
     threads: torch's CPU threads in each rank. options: deadline_s, budget_s, folder and progress of
-    `sweep.measure`. Raises ValueError for an illegal cell or deadline before any cell runs.
+    `sweep.measure`. Raises ValueError for an illegal deadline before any cell runs.
     """
-    checked = [cell if isinstance(cell, TrainCell) else TrainCell.from_dict(cell) for cell in cells]
     ended = sweep.measure(
         entry,
-        checked,
+        cells,
         lambda cell, s: {"cell": cell.to_dict(), "threads": threads, "deadline_s": s},
         said=lambda r: f"{r['tokens_s']:,.0f} tokens/s, {r['step_ms']:.1f} ms a step",
         workers=1,
         run=_run,
         **options,
     )
-    return [row_of(cell, how) for cell, how in zip(checked, ended, strict=True)]
+    return [row_of(cell, how) for cell, how in zip(cells, ended, strict=True)]
 
 
 def row_of(cell: TrainCell, ended: Outcome) -> dict:

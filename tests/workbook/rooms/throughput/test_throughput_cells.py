@@ -76,7 +76,7 @@ def test_the_twin_of_a_cell_is_the_same_model_with_dense_attention():
         (lambda: CELL.with_("compiled"), "batch=8, or compile, cuda_graph"),
         (lambda: CELL.with_("bach=8"), "changes nothing; the nearest is 'batch'"),
         (
-            lambda: measure(CELL, {"preset": "cpu_test", "tokens": 8, "batches": 2}),
+            lambda: TrainCell.from_dict({"preset": "cpu_test", "tokens": 8, "batches": 2}),
             "has no field 'batches'; the nearest is 'batch'",
         ),
         (lambda: throughput_grid("cpu_test", [], [64], step_tokens=64), "no cell to measure"),

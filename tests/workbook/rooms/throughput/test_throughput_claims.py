@@ -304,7 +304,6 @@ def test_figures_are_drawn_with_failures_in_them():
     ours, beside = ([text.get_text() for text in axes.texts] for axes in figure.axes)
     assert "masked: oom" in ours and any(text.startswith("153") for text in beside)
     assert not any(text.startswith("153") for text in ours)  # decades below what was measured
-    assert len(plots.speed(df, reported=False).axes) == 1
     memory = plots.memory(df).axes[0]
     highest = max(max(line.get_ydata()) for line in memory.get_lines())
     assert memory.get_ylim()[0] == 0 and memory.get_ylim()[1] > 1.04 * highest
