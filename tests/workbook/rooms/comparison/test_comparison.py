@@ -214,15 +214,6 @@ def test_a_short_shapes_aim_is_decided_by_its_cuda_graph():
     assert "0.12 / 0.28 ms in a CUDA graph, 1.3 / 2.5 without" in claim.claim
 
 
-def test_the_aims_are_those_that_were_set():
-    found = {(a.tokens, a.kv_heads, a.heads, a.dim, a.queries): a for a in AIMS}
-    assert len(found) == 14
-    main = found[65536, 4, 64, 128, "correlated"]
-    assert (main.forward_ms, main.backward_ms, main.public_ms) == (22, 54, None)
-    assert found[32768, 16, 64, 128, "random"].public_ms == (38.3, 54.4)
-    assert claims.MEMORY_64K_GIB == {"forward": 2.0, "backward": 4.0}
-
-
 def test_memory_is_held_to_its_exponent_and_its_size():
     linear = frame(*over_tokens())
     assert claims.memory_is_linear(linear, "triton").verdict == "PASS"

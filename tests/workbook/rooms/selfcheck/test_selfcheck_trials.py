@@ -16,7 +16,7 @@ from whyhung.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, 
 from workbook.cli import main as cli
 from workbook.cli import selfcheck as command
 from workbook.rooms.selfcheck import trials as selfcheck
-from workbook.rooms.selfcheck.judged import Judged, blind, matrix, read
+from workbook.rooms.selfcheck.judged import Judged, blind, read
 from workbook.rooms.selfcheck.registry import chosen, every, listed
 
 PLANTED, CONTROLS, ENDS = listed().values()
@@ -153,8 +153,10 @@ class Supervisor:
 
 
 def test_rows_come_in_the_registrys_order_for_each_round(monkeypatch):
-    Supervisor(monkeypatch)
+    supervisor = Supervisor(monkeypatch)
     rows = selfcheck.check(chosen(["healthy", "killed", "device OOM"]), rounds=2, gpus=0)
+    folders = {f"{folder.parent.name}/{folder.name}" for folder in supervisor.folders}
+    assert folders == {f"round-{n}/{i}" for n in (1, 2) for i in ("000", "002")}  # names no fault
     assert [(r.name, r.round, r.found) for r in rows] == [
         ("killed", 1, "PASS"), ("device OOM", 1, "not run"), ("healthy", 1, "PASS"),
         ("killed", 2, "PASS"), ("device OOM", 2, "not run"), ("healthy", 2, "PASS"),
@@ -171,13 +173,6 @@ def test_what_computes_runs_one_at_a_time_beside_what_waits(monkeypatch):
     waiting = [fault for fault in PLANTED if not fault.busy and not fault.needs][:8]
     selfcheck.check([*busy[:2], *waiting], gpus=0, workers=3)
     assert supervisor.most == 4
-
-
-def test_a_trials_folder_does_not_name_what_is_planted(monkeypatch):
-    supervisor = Supervisor(monkeypatch)
-    selfcheck.check(chosen(["killed"]), gpus=0)
-    (folder,) = supervisor.folders
-    assert (folder.parent.name, folder.name) == ("round-1", "000")
 
 
 def test_parts_are_all_of_it_and_no_trial_twice(monkeypatch):
@@ -230,24 +225,23 @@ def test_a_row_has_what_was_said_meanwhile_and_what_program_it_is_of(monkeypatch
     assert row.ever("STALLED") and not row.ever("HANG") and row.right
 
 
+LOCK, GLOO = "lock_reentered", "gloo_broadcast_alone --loader no"
+
+
 @pytest.mark.parametrize(
-    ("page", "named"),
+    ("fault", "page", "named"),
     [
-        ("HANG: rank 0 waits at threads.py:31 flush", True),
-        ("HANG: rank 0 waits at threads.py:31\nflush (and so on)", True),
-        ("HANG:lock; place: forward, threads.py flush", True),
-        ("HANG: rank 0 waits at threads.py:31 flushed", False),
-        ("one\ntwo\nthree\nfour\nfive\nthreads.py:31 flush", False),
+        (LOCK, "HANG: rank 0 waits at threads.py:31 flush", True),
+        (LOCK, "HANG: rank 0 waits at threads.py:31\nflush (and so on)", True),
+        (LOCK, "HANG:lock; place: forward, threads.py flush", True),
+        (LOCK, "HANG: rank 0 waits at threads.py:31 flushed", False),
+        (LOCK, "one\ntwo\nthree\nfour\nfive\nthreads.py:31 flush", False),
+        (GLOO, "HANG: rank 1 waits", True),  # a rank is as good as a line
+        (GLOO, "HANG: rank 0 waits", False),
     ],
 )
-def test_a_line_is_named_if_it_is_in_the_head_of_the_page(page, named):
-    assert selfcheck._line_named(chosen(["lock_reentered"])[0], page) == named
-
-
-def test_a_rank_is_as_good_as_a_line():
-    (fault,) = chosen(["gloo_broadcast_alone --loader no"])
-    assert selfcheck._line_named(fault, "HANG: rank 1 waits")
-    assert not selfcheck._line_named(fault, "HANG: rank 0 waits")
+def test_a_line_is_named_if_it_is_in_the_head_of_the_page(fault, page, named):
+    assert selfcheck._line_named(chosen([fault])[0], page) == named
 
 
 def test_an_error_of_the_supervisor_ends_the_check(monkeypatch):
@@ -276,11 +270,6 @@ def test_right_means_the_kind_and_where_it_is_known_the_sort():
     assert row(due="HANG:lock or STALLED", found="STALLED", found_what="timer").right
     assert row(due="PASS or SLOW", found="SLOW").right
     assert not skipped().right and not skipped().missed
-
-
-def test_the_matrix_counts_what_was_run_with_controls_apart():
-    rows = [row(), row(found="SLOW"), control(), control(found="FAIL"), skipped()]
-    assert matrix(rows) == {"HANG": {"HANG": 1, "SLOW": 1}, "control PASS": {"PASS": 1, "FAIL": 1}}
 
 
 def test_a_line_says_what_was_missed_and_why():

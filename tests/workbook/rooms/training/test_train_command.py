@@ -49,6 +49,8 @@ BAD_INPUT = [
     (["--ranks", "2", "--parallel", "none"], "2 ranks without --parallel"),
     (["--parallel", "ddp"], "--parallel ddp needs ranks: nsa train --ranks 2"),
     (["--port", "29500"], "--port is for --ranks"),
+    (["--ranks", "2", "--port", "0"], "port 0 is none; 1 to 65535 are"),
+    (["--ranks", "2", "--port", "70000"], "port 70000 is none; 1 to 65535 are"),
     (["--ranks", "2", "--static-graph", "--find-unused"], "static_graph=True alone also trains"),
     (["--ranks", "2", "--parallel", "fsdp", "--find-unused"], "parallel='fsdp' has no use"),
     (["--comm-hook", "bf16"], "comm_hook: options that are DDP's; parallel='none' has no use"),

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from whyhung.process import family
-from workbook.rooms.training.ranks import accounted, check_port, first_failure, logged, say
+from workbook.rooms.training.ranks import accounted, first_failure, logged
 
 STUCK = """
 import ctypes, sys
@@ -147,11 +147,6 @@ def test_a_rank_stuck_in_c_code_ends_when_it_is_asked_to(tmp_path, number, state
     assert json.loads((tmp_path / "rank0.json").read_text())["state"] == state
 
 
-def test_a_state_appears_whole(tmp_path):
-    say(tmp_path, 3, "running", note="x" * 10000)
-    assert [file.name for file in tmp_path.iterdir()] == ["rank3.json"]
-
-
 def test_all_that_a_rank_prints_is_in_its_log_and_of_rank_0_on_the_terminal_too(tmp_path, capfd):
     for rank in (0, 1):
         with logged(tmp_path, rank, console=rank == 0):
@@ -164,9 +159,3 @@ def test_all_that_a_rank_prints_is_in_its_log_and_of_rank_0_on_the_terminal_too(
         assert log == f"out {rank}\nerror {rank}\nfrom C\n"
     printed = capfd.readouterr()
     assert (printed.out, printed.err) == ("out 0\nafter\nafter\n", "error 0\n")
-
-
-@pytest.mark.parametrize("port", [-1, 0, 70000])
-def test_a_port_that_is_none_is_refused(port):
-    with pytest.raises(ValueError, match=f"port {port} is none; 1 to 65535 are"):
-        check_port(port)
