@@ -29,7 +29,6 @@ EXACT = ("allocated", "growing", *COUNTED)  # the same in every repeat, so one r
 class Judged:
     """An expectation, what was found, and its verdict: "" if nothing was predicted."""
 
-    rule: Rule | None
     says: str
     found: str
     verdict: str
@@ -43,7 +42,7 @@ class Judged:
 def judge(results: Results) -> list[Judged]:
     """Judge every expectation, and check that variants naming different code ran different code."""
     found = [_judged(rule, results) for rule in results.plan.rules]
-    if all(one.rule.name != "different_programs" for one in found):
+    if all(rule.name != "different_programs" for rule in results.plan.rules):
         found += _named_code(results)
     return found
 
@@ -68,8 +67,8 @@ def _judged(rule: Rule, results: Results) -> Judged:
             raise Undecided(f"{missing} trials were not run, {results.why}")
         verdict, found, numbers = RULES[rule.name](rule, results)
     except Undecided as undecided:
-        return Judged(rule, rule.says, f"not decided, {undecided}", "INCONCLUSIVE", evidence)
-    return Judged(rule, rule.says, found, verdict, evidence | numbers)
+        return Judged(rule.says, f"not decided, {undecided}", "INCONCLUSIVE", evidence)
+    return Judged(rule.says, found, verdict, evidence | numbers)
 
 
 Found = tuple[str, str, dict[str, Any]]  # verdict, what was found, numbers
@@ -144,7 +143,7 @@ def _named_code(results: Results) -> list[Judged]:
         names = {t.id: t.variant.name for t in results.trials}
         pairs = "; ".join(f"{names[a.id]} and {names[b.id]}" for a, b in equal)
         ids = {"trials": [done.id for pair in equal for done in pair]}
-        return [Judged(None, says, f"INVALID, {pairs} ran the same", "FAIL", ids)]
+        return [Judged(says, f"INVALID, {pairs} ran the same", "FAIL", ids)]
     return []
 
 

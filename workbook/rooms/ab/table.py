@@ -10,6 +10,7 @@ import pandas
 from workbook.rooms.ab.claims import Judged
 from workbook.rooms.ab.rules import COUNTED, METRICS, TIMED, UNITS
 from workbook.rooms.ab.trials import Results
+from workbook.runs import metrics
 from workbook.runs.scaling import paired_ratio
 
 # Metric, mode and unit in metrics.csv, and the factor that converts to that unit.
@@ -110,7 +111,6 @@ def to_metrics(results: Results) -> list[dict]:
         for of, (metric, mode, unit, scale) in ROWS.items():
             values = [v * scale for v in results.values(variant, of) if math.isfinite(v)]
             if values or (of == "seconds" and kinds != ["PASS"]):
-                low, middle, high = np.quantile(values, [0.2, 0.5, 0.8]) if values else [None] * 3
-                numbers = {"median": middle, "q20": low, "q80": high}
-                found.append(same | {"metric": metric, "mode": mode, "unit": unit} | numbers)
+                three = np.quantile(values, [0.5, 0.2, 0.8]) if values else [None]
+                found.append(same | metrics.values(metric, unit, *three, mode=mode))
     return found

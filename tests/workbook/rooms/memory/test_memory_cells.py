@@ -9,7 +9,6 @@ from workbook.lab import sweep
 from workbook.lab.measure.activation_model import predict
 from workbook.lab.measure.allocations import CATEGORIES
 from workbook.lab.training import TrainingSpec
-from workbook.rooms.case_study import figures as case_study
 from workbook.rooms.memory import trials as memory
 from workbook.rooms.memory.cell import memory_grid
 from workbook.rooms.memory.trials import measure, rows_to_metrics
@@ -132,29 +131,20 @@ def test_a_backend_can_be_kept_out_of_long_sequences():
 
 
 @pytest.mark.parametrize(
-    ("preset", "backends", "longest", "message"),
+    ("changes", "message"),
     [
         *(
-            ("repro", ["gather"], [text], "sequential=256")
+            ({"longest": [text]}, "sequential=256")
             for text in ("sequential", "sequential:", "sequential:-5", "sequential:0", "=5")
         ),
-        ("repro", ["gather"], ["gathr:3"], "the nearest is 'gather'"),
-        ("repro", [], [], "no cell to measure"),
-        ("repro", ["gather"], ["gather:32"], "no cell to measure"),
-        ("reprro", ["gather"], [], "repro"),
+        ({"longest": ["gathr:3"]}, "the nearest is 'gather'"),
+        ({"longest": ["gather:32"]}, "no cell to measure"),
+        ({"backends": []}, "no cell to measure"),
+        ({"presets": ["reprro"]}, "repro"),
+        ({"dtype": "fp16"}, "known are fp32, bf16"),
     ],
 )
-def test_a_grid_without_cells_or_with_an_illegal_one_is_refused(preset, backends, longest, message):
+def test_a_grid_without_cells_or_with_an_illegal_one_is_refused(changes, message):
+    given = {"presets": ["repro"], "layers": [1], "backends": ["gather"], "tokens": [64]}
     with pytest.raises(ValueError, match=message):
-        memory_grid([preset], [1], backends, [64], longest=longest)
-
-
-def test_a_dtype_that_no_cell_is_measured_in_is_refused():
-    with pytest.raises(ValueError, match="known are fp32, bf16"):
-        memory_grid(["repro"], [1], ["gather"], [64], dtype="fp16")
-
-
-def test_the_case_studys_estimator_is_off_by_what_the_study_found():
-    error = {t: case_study.ESTIMATE_MIB[t] / m - 1 for t, m in case_study.MEMORY_MIB.items()}
-    found = [error[tokens] for tokens in (128, 512, 1024, 2048)]
-    assert found == pytest.approx([-0.526, -0.712, -0.542, 0.051], abs=0.001)
+        memory_grid(**given | changes)
