@@ -116,10 +116,9 @@ def _line(axes, backend: str, line, with_bands: bool) -> None:
     good = _measured(line)
     x, y = good["x_value"], good["median"]
     if backend in LIMIT_LOOKS:
-        if line["metric"].iloc[0] == "latency":
-            colour, label = LIMIT_LOOKS[backend]
-            marker = "_" if len(good) == 1 else ""  # a line of one point is invisible
-            axes.plot(x, y, "--", color=colour, label=label, lw=1.1, marker=marker, ms=14)
+        colour, label = LIMIT_LOOKS[backend]
+        marker = "_" if len(good) == 1 else ""  # a line of one point is invisible
+        axes.plot(x, y, "--", color=colour, label=label, lw=1.1, marker=marker, ms=14)
     elif len(good):
         colour, marker = looks.look(backend)
         style = ":" if (line["operation"] == DENSE).all() else "-"

@@ -22,7 +22,6 @@ class Measured:
     recorded_s: float = nan
     peak_mib: float = nan
     reserved_mib: float = nan  # by CUDA's allocator
-    first_step_peak_mib: float = nan  # of the warm-up, on a GPU
     data_mib: float = nan  # the peak of each phase
     forward_mib: float = nan
     backward_mib: float = nan

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from nsa.attention import witness
 from nsa.attention.registry import Declined
 from nsa.model.train import Trainer
@@ -129,9 +127,6 @@ def measure_cell(spec: dict) -> dict:
 
 def _record(trainer: Trainer, losses: list[float]) -> dict:
     """Record one step; return its fields of Measured, and append its loss to `losses`."""
-    sizes = {}
-    if trainer.device.type == "cuda":
-        sizes["first_step_peak"] = torch.cuda.max_memory_allocated()
     started = time.monotonic()
     with witness.recording() as seen:
         loss, recorder = recorded_step(trainer)
@@ -140,7 +135,7 @@ def _record(trainer: Trainer, losses: list[float]) -> dict:
     recorded_s = time.monotonic() - started
     told = {"cross_check": found.pop("cross_check"), "witness": seen.record()}
     told["timeline"] = found.pop("timeline")
-    sizes |= found.pop("phases") | found
+    sizes = found.pop("phases") | found
     sizes = {f"{name}_mib": _in_mib(size) for name, size in sizes.items()}
     return sizes | told | {"recorded_s": recorded_s}
 
