@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import takewhile
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 OUTSIDE = "seen from outside"  # phase of a rank that counts nothing: events are its observed work
 PHASES = ("start", "data", "forward", "backward", "optimizer", "end", "other")
@@ -222,18 +224,8 @@ class Evidence:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Evidence:
         """Restore from the output of `to_dict`, also after JSON. Unknown names are ignored."""
-        values = _known(cls, found)
-        values["samples"] = [_made(Sample, x) for x in values.get("samples", ())]
-        values["snapshots"] = [_snapshot(x) for x in values.get("snapshots", ())]
-        values["snapshots"] += [_of_a_look(x) for x in found.get("looks", ())]
-        for name in ("flights", "locks"):
-            values[name] = {int(k): v for k, v in (values.get(name) or {}).items()}
-        values["losses"] = [float(x) for x in values.get("losses", ())]
-        if values.get("end") is not None:
-            values["end"] = _made(End, values["end"])
-        if values.get("again") is not None:
-            values["again"] = cls.from_dict(values["again"])
-        return cls(**values)
+        looks = [_of_a_look(look) for look in found.get("looks", ())]
+        return _restored(cls, {**found, "snapshots": [*found.get("snapshots", ()), *looks]})
 
 
 def at_last_p(samples: list[Sample]) -> list[Sample]:
@@ -254,46 +246,38 @@ def thinned(samples: list[Sample]) -> list[Sample]:
     return kept
 
 
-def _snapshot(found: dict[str, Any]) -> Snapshot:
-    processes = []
-    for process in found.get("processes", ()):
-        threads = []
-        for thread in process.get("threads", ()):
-            wait = thread.get("wait")
-            if wait is not None:
-                wakers = tuple((pid, tid) for pid, tid in wait.get("wakers", ()))
-                wait = Wait(**{**_known(Wait, wait), "wakers": wakers})
-            lists = {name: tuple(thread.get(name, ())) for name in ("frames", "native")}
-            threads.append(Thread(**{**_known(Thread, thread), **lists, "wait": wait}))
-        processes.append(Process(**{**_known(Process, process), "threads": tuple(threads)}))
-    p = {int(rank): P(**_known(P, x)) for rank, x in found.get("p", {}).items()}
-    devices = {int(rank): use for rank, use in found.get("devices", {}).items()}
-    made = {"processes": tuple(processes), "p": p, "devices": devices}
-    return Snapshot(**{**_known(Snapshot, found), **made})
-
-
-def _of_a_look(found: dict[str, Any]) -> Snapshot:
+def _of_a_look(found: dict[str, Any]) -> dict[str, Any]:
     """Convert a look of one rank, which evidence before December 2026 has instead of a snapshot."""
-    rank, threads = found.get("rank", 0), []
-    for number, thread in enumerate(found.get("threads", ())):
-        told = {n: thread[n] for n in ("name", "state", "wchan", "cpu_s", "gil") if n in thread}
-        frames = tuple(thread.get("frames", ()))
-        threads.append(Thread(number, main=bool(thread.get("main")), frames=frames, **told))
-    p = {} if found.get("p") is None else {rank: P(**_known(P, found["p"]))}
-    process = Process(0, of=rank, rank=rank, threads=tuple(threads),
-                      message=found.get("message", ""))  # fmt: skip
-    return Snapshot(found.get("t", 0.0), (process,), p, found.get("tool", "py-spy"))
+    rank, p = found.get("rank", 0), found.get("p")
+    names = ("name", "state", "wchan", "cpu_s", "gil", "main", "frames")
+    threads = [
+        {"tid": tid, **{name: thread[name] for name in names if name in thread}}
+        for tid, thread in enumerate(found.get("threads", ()))
+    ]
+    process = {"pid": 0, "of": rank, "rank": rank, "threads": threads}
+    process["message"] = found.get("message", "")
+    kept = {name: found[name] for name in ("t", "tool") if name in found}
+    return {"t": 0.0, **kept, "processes": [process], "p": {} if p is None else {rank: p}}
 
 
-def _known(cls: type, found: dict[str, Any]) -> dict[str, Any]:
-    return {f.name: found[f.name] for f in dataclasses.fields(cls) if f.name in found}
+_hints = lru_cache(get_type_hints)
 
 
-def _made(cls: type, found: dict[str, Any]) -> Any:
-    values = _known(cls, found)
-    if values.get("p") is not None:
-        values["p"] = P(**_known(P, values["p"]))
-    return cls(**values)
+def _restored(kind: Any, found: Any) -> Any:
+    """Restore a value of this type from plain data; unknown names of a dataclass are ignored."""
+    inner = get_args(kind)
+    if found is None or kind is Any:
+        return found
+    if isinstance(kind, UnionType):  # "... | None"
+        return _restored(inner[0], found)
+    if dataclasses.is_dataclass(kind):
+        names = {name: one for name, one in _hints(kind).items() if name in found}
+        return kind(**{name: _restored(one, found[name]) for name, one in names.items()})
+    if get_origin(kind) is dict:
+        return {_restored(inner[0], key): _restored(inner[1], x) for key, x in found.items()}
+    if inner:
+        return get_origin(kind)(_restored(inner[0], x) for x in found)
+    return kind(found) if isinstance(found, str) else found  # keys of JSON, and "nan"
 
 
 def _plain(value: Any) -> Any:
