@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from whyhung.process import procfs
+from whyhung.process.family import stat
 from whyhung.process.members import Members, first_of, is_python, place, ranks_of, variables
 from whyhung.process.observer import Counted, Observer
 from whyhung.verdict import Verdict, judge
@@ -88,7 +89,7 @@ def _found(pid: int, notes: list[str]) -> tuple[int, int]:
     if seen is None:
         raise ValueError(f"process {leader} has just ended")
     if not seen.lives:
-        parent = Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[1]
+        parent = stat(Path(f"/proc/{leader}"))[1]
         raise ValueError(f"process {leader} has ended, and its parent {parent} has not taken note")
     if leader == os.getpid():
         raise ValueError(f"process {leader} is this one")
@@ -105,8 +106,7 @@ def _launch_of(pid: int) -> int:
     nearest = None
     while not (below := ranks_of(kernel.family({0: pid}))) or place(variables(pid))[0].isdecimal():
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            above = int(fields[1])
+            above = int(stat(Path(f"/proc/{pid}"))[1])
             name = Path(f"/proc/{above}/comm").read_text(errors="replace")
         except (OSError, ValueError):
             break
