@@ -7,7 +7,7 @@ import ctypes
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from ipaddress import ip_address
 
@@ -62,10 +62,10 @@ class Sockets:
         for row in rows:
             other = ends.get((row.remote, row.local)) if row.what == "TCP" else None
             if other is not None and other.inode:
-                row = Socket(**{**vars(row), "peer": other.inode})
+                row = replace(row, peer=other.inode)
             elif other is not None:  # in the listener's queue
                 waiting = listening.get(row.remote.rpartition(":")[2], 0)
-                row = Socket(**{**vars(row), "listener": waiting})
+                row = replace(row, listener=waiting)
             if row.inode:
                 found[row.inode] = row
         return found

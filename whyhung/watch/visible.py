@@ -144,21 +144,27 @@ def _holds(test: str, values: dict[str, str]) -> bool:
         return False
 
 
+def _whiles(path: str) -> list[ast.While]:
+    with open(path, "rb") as file:
+        tree = parsed(file.read())
+    return [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+
+
+def _set_by(nodes: list[ast.AST]) -> frozenset[str]:
+    return frozenset(
+        x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+    )
+
+
 @lru_cache(64)
 def _loops(path: str, _: float) -> tuple[tuple[int, int, str, frozenset[str]], ...]:
     """(first line, last line, test, names set) of loops that only their test can end."""
-    with open(path, "rb") as file:
-        tree = parsed(file.read())
     found = []
-    for loop in ast.walk(tree):
-        if not isinstance(loop, ast.While) or loop.orelse:
-            continue
+    for loop in _whiles(path):
         nodes = [node for part in (loop.test, *loop.body) for node in ast.walk(part)]
-        if not all(isinstance(node, _PLAIN) for node in nodes):
+        if loop.orelse or not all(isinstance(node, _PLAIN) for node in nodes):
             continue
-        names = frozenset(
-            x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
-        )
+        names = _set_by(nodes)
         # If it sets a name, its test may have another result next time.
         if not names or isinstance(loop.test, ast.Constant):
             last = loop.end_lineno or loop.lineno
@@ -169,20 +175,13 @@ def _loops(path: str, _: float) -> tuple[tuple[int, int, str, frozenset[str]], .
 @lru_cache(64)
 def _polls(path: str, _: float) -> tuple[tuple[int, int, frozenset[str]], ...]:
     """(first line, last line, names set) of `while` loops that only poll and sleep."""
-    with open(path, "rb") as file:
-        tree = parsed(file.read())
     found = []
-    for loop in ast.walk(tree):
-        if not isinstance(loop, ast.While):
-            continue
+    for loop in _whiles(path):
         inside = [node for part in loop.body for node in ast.walk(part)]
         called = [ast.unparse(x.func).rpartition(".")[2] for x in inside if isinstance(x, ast.Call)]
         asks = any(isinstance(node, ast.Call) for node in ast.walk(loop.test))
         if asks and "sleep" in called and set(called) <= _SAYS and _counts_alone(inside):
-            names = frozenset(
-                x.id for x in inside if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
-            )
-            found.append((loop.lineno, loop.end_lineno or loop.lineno, names))
+            found.append((loop.lineno, loop.end_lineno or loop.lineno, _set_by(inside)))
     return tuple(found)
 
 
