@@ -2,7 +2,9 @@
 
 import pytest
 
+from whyhung.verdict.collectives import unlike
 from whyhung.verdict.flights import first_mismatch, pairs, pending, ranks_said
+from whyhung.watch.evidence import End, Evidence
 
 
 def call(seq, op="nccl:all_reduce", state="completed", sizes=((3,),), group="0", **more):
@@ -195,3 +197,14 @@ def test_ranks_are_told_in_runs():
     assert ranks_said([3]) == "rank 3"
     assert ranks_said([7, 0, 2, 5, 6, 8]) == "ranks 0, 2 and 5 to 8"
     assert ranks_said([1, 2]) == "ranks 1 and 2"
+
+
+def test_the_bytes_that_gloo_names_are_told_with_what_the_others_called_last():
+    said = "enforce fail at pair.cc:461 op.preamble.length <= op.nbytes. 5000 vs 4"
+    end = End("signal", type="SIGABRT", traceback=said, first_rank=0)
+    last = call(4, "gloo:all_reduce", "started", [(5000,)])
+    assert unlike(Evidence(end=end, flights={1: [call(3, "gloo:all_reduce"), last]})) == [
+        "rank 0 was sent 5,000 bytes where it has room for 4: sizes differ",
+        "the last recorded: rank 1 all_reduce of [5000]",
+    ]
+    assert unlike(Evidence(end=End("exception", type="KeyError"))) == []
