@@ -42,12 +42,8 @@ class P:
     # but not a position in a step.
     made: int = 0
 
-    def after(self, other: P) -> bool:
-        """True if this is further than `other`, in the same run or another run of its spec."""
-        return self.key() > other.key()
-
     def key(self) -> tuple[int, ...]:
-        """Sort key that grows with everything a run does."""
+        """Sort key that grows with everything a run does, in this and other runs of its spec."""
         order = PHASES.index(self.phase) if self.phase in PHASES else len(PHASES)
         device = self.events + self.collectives
         return (self.step, self.modules + self.fired, device, self.phases, order)

@@ -49,16 +49,6 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     return {**ours, **kept, "PYTHONPATH": paths, FOLDER: str(folder.resolve())}
 
 
-def begin(folder: Path, key: int | None = None) -> Progress:
-    """Begin to count this process, which has imported torch: its steps by its first optimizer.
-
-    Writes progress-KEY.bin and answers to `folder`; the key is the pid, or a rank.
-    """
-    counted = Progress(folder / f"progress-{os.getpid() if key is None else key}.bin", lasting=True)
-    counted.attach(steps=True)
-    return counted
-
-
 def ranks(folder: Path, lives: Callable[[int], bool] = lambda _: True) -> dict[int, dict[str, Any]]:
     """{rank: contents of its who-PID.json} for the processes that count in `folder`.
 
@@ -144,7 +134,9 @@ def _above_has_begun() -> bool:
 def _count() -> None:
     """Begin to count in this process, and publish its identity to observers and descendants."""
     progress.unhook_parents()
-    _This.progress, _This.waits = begin(_This.folder), False
+    _This.progress = Progress(_This.folder / f"progress-{os.getpid()}.bin", lasting=True)
+    _This.progress.attach(steps=True)  # begun by its first optimizer
+    _This.waits = False
     place = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK")]
     chain = [*_above(), [str(os.getpid()), *place]]
     os.environ[ABOVE] = " ".join(":".join(entry) for entry in chain)

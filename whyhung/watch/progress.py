@@ -236,10 +236,6 @@ class Progress:
         if self._device is not None:
             self._device.record()
 
-    def collective(self) -> None:
-        """Count an enqueued collective that the default process group does not count."""
-        self.cells[COLLECTIVES] += 1
-
     def on_start(self, trainer: Any) -> None:
         """Watch the model of a Trainer whose observer this is."""
         self.watch(trainer.model)

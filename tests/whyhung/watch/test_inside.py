@@ -15,7 +15,7 @@ from stranger import Training
 from torch import nn
 
 from whyhung.process import child
-from whyhung.watch import flight_recorder, inside, layout, steps
+from whyhung.watch import Progress, flight_recorder, inside, layout, steps
 
 SCRIPT = str(Path(SUPPORT, "watched_script.py"))
 pytestmark = pytest.mark.processes
@@ -234,8 +234,8 @@ def test_a_stuck_process_answers_for_its_locks_and_collectives(tmp_path):
 
 @pytest.fixture
 def counted(tmp_path):
-    made = inside.begin(tmp_path, 0)
-    made.lasting = False
+    made = Progress(tmp_path / "progress-0.bin")
+    made.attach(steps=True)
     yield made
     made.close()
 
