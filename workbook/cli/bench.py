@@ -19,7 +19,7 @@ def add(commands) -> None:
     option("--tokens", type=words, default=[], metavar="T,T", help="8k,32k: other T")
     text = "ours to run; all by default"
     option("--backends", type=words, metavar="NAME,NAME", help=text)
-    text = "random (white), correlated (neighbours alike), or both: the default"
+    text = "random,correlated by default; captured: they select as trained models do"
     option("--queries", type=words, default=["random", "correlated"], metavar="KIND", help=text)
     text = "import.path:function, called as f(q, k, v, gates, config) -> o [B, T, HQ, DV]"
     option("--peer", metavar="PATH", help=text, **SEVERAL)
