@@ -1,10 +1,12 @@
 """Calls of the backends for their tests, which hold each to the accuracy rule."""
 
+from dataclasses import replace
 from functools import cache
 
+import pytest
 import torch
 from accuracy import assert_as_accurate
-from cases import Case, draw
+from cases import Case, Drawn, draw
 
 import workbook  # noqa: F401  adds the backend `sequential`
 from nsa.attention import registry
@@ -34,6 +36,16 @@ DOUBLE = [name for name in WITH_GRADIENT if takes(name, torch.float64)]
 FAST = [name for name in WITH_GRADIENT if name != "sequential"]
 
 
+def interpreted(backend: str) -> bool:
+    """True if a program of its kernels takes milliseconds; fewer tokens then show a fact."""
+    return (backend, DEVICE) == ("triton", "cpu")
+
+
+def later(names: list[str]) -> list:
+    """Mark the interpreted backend, which takes seconds a test, for `make test-all` alone."""
+    return [pytest.param(x, marks=[pytest.mark.full] * interpreted(x)) for x in names]
+
+
 def attend(drawn, backend, **changes):
     args, kwargs = drawn.arguments()
     return nsa_attention(*args, **(kwargs | changes), backend=backend)
@@ -55,12 +67,23 @@ def reference(drawn):
     return nsa(*args, **kwargs).o
 
 
+def exactly_selected(drawn: Drawn) -> Drawn:
+    """The same with the blocks handed in that are selected in fp64."""
+    args, kwargs = drawn.to(torch.float64).arguments()
+    return replace(drawn, blocks=nsa(*args, **kwargs).blocks)
+
+
+def refuses_a_second_derivative(backend: str, branch: str) -> None:
+    drawn = draw(Case(20), torch.float32, DEVICE)
+    o = attend(drawn, backend, branches=(branch,))
+    with pytest.raises(RuntimeError, match=r"no second derivative .*'masked'"):
+        torch.autograd.grad(o.square().sum(), drawn.leaves["q"], create_graph=True)
+
+
 @cache
 def measured(case: Case, dtype: torch.dtype):
     """Inputs in `dtype` with the exact selection handed in, dO, both results of the reference."""
-    drawn = draw(case, dtype, DEVICE)
-    args, kwargs = drawn.to(torch.float64).arguments()
-    drawn.blocks = nsa(*args, **kwargs).blocks
+    drawn = exactly_selected(draw(case, dtype, DEVICE))
     exact_inputs = drawn.to(torch.float64)
     do = torch.randn_like(reference(exact_inputs)).to(dtype)
     exact = outcome(reference, exact_inputs, do)

@@ -1,6 +1,8 @@
 """Sequences that grow in a cache, and what the whole of them gives at once."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +43,15 @@ def contents(cache: LayerCache) -> dict[str, Tensor]:
     return cache.tensors | cache.places.state()
 
 
+@contextmanager
+def unchanged(cache: LayerCache) -> Iterator[None]:
+    """Assert that the tensors of a cache have the same bits afterwards."""
+    before = {name: x.clone() for name, x in contents(cache).items()}
+    yield
+    for name, x in contents(cache).items():
+        assert torch.equal(x, before[name]), name
+
+
 def arguments(drawn: Drawn, growth: Growth, cache: LayerCache):
     """(q, k, v, gates, phi) with one tensor for slc and win where the cache shares it, and rotary
     tables that cover its capacity."""
@@ -57,10 +68,16 @@ def arguments(drawn: Drawn, growth: Growth, cache: LayerCache):
     return q.detach(), k, v, gates.detach(), phi
 
 
-def whole(q, k, v, gates, phi, growth: Growth) -> Tensor:
+def begun(growth: Growth, dtype: torch.dtype = torch.float64, **changes):
+    """(an empty cache, arguments of the case) of a growth."""
+    cache = growth.cache(dtype, **changes)
+    return cache, arguments(draw(growth.case, dtype), growth, cache)
+
+
+def whole(q, k, v, gates, phi, growth: Growth, **options) -> Tensor:
     """o [B, T, HQ, DV] of the reference over the whole sequences; 0 behind a sequence's end."""
-    config = growth.case.config
-    o = nsa(q, k, v, gates, config, phi=phi, branches=growth.branches).o.detach()
+    options |= {"phi": phi, "branches": growth.branches}
+    o = nsa(q, k, v, gates, growth.case.config, **options).o.detach()
     for b, length in enumerate(growth.lengths):
         o[b, length:] = 0
     return o

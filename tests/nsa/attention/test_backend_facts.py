@@ -1,9 +1,10 @@
 """Facts that hold for each backend, or that tell them apart, whatever the reference says."""
 
+import backend_calls
 import pytest
 import torch
 from accuracy import assert_as_accurate
-from backend_calls import DEVICE, FAST, NAMES, WITH_GRADIENT, attend
+from backend_calls import DEVICE, FAST, NAMES, WITH_GRADIENT, attend, interpreted, later
 from cases import EVEN, ODD, SMALL, TINY, Case, draw
 
 from nsa.attention import witness
@@ -17,16 +18,6 @@ from nsa.reference.compress import PhiWeights, compress
 from nsa.reference.nsa import BRANCHES, nsa
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-
-
-def interpreted(backend: str) -> bool:
-    """True if a program of its kernels takes milliseconds; fewer tokens then show the fact."""
-    return (backend, DEVICE) == ("triton", "cpu")
-
-
-def later(names: list[str]) -> list:
-    """Mark the interpreted backend, which takes seconds a test, for `make test-all` alone."""
-    return [pytest.param(x, marks=[pytest.mark.full] * interpreted(x)) for x in names]
 
 
 @pytest.mark.full
@@ -117,10 +108,7 @@ def test_the_scale_may_have_any_sign(backend, scale):
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("backend", ["gather", "packed"])
 def test_a_second_derivative_is_refused_rather_than_wrong(backend, branch):
-    drawn = draw(Case(20), torch.float32, DEVICE)
-    o = attend(drawn, backend, branches=(branch,))
-    with pytest.raises(RuntimeError, match=r"no second derivative .*'masked'"):
-        torch.autograd.grad(o.square().sum(), drawn.leaves["q"], create_graph=True)
+    backend_calls.refuses_a_second_derivative(backend, branch)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cached_cases import Growth, arguments, contents, random_growth, whole
-from cases import TINY, Case, draw
+from cached_cases import Growth, begun, random_growth, unchanged, whole
+from cases import TINY, Case
 
 from nsa.attention.cache import LayerCache
 from nsa.attention.decode import nsa_decode
@@ -62,8 +62,7 @@ def test_a_ring_holds_its_newest_tokens_each_at_its_position(chunks):
 def test_what_is_cropped_back_was_never_there(backend, page):
     """A draft of NaN before every chunk, then back: nothing of it is ever read."""
     growth = replace(GROWTH, chunks=(1, 7, 1, 16, 15), page=page, capacity=64)
-    cache = growth.cache(torch.float64)
-    given = arguments(draw(CASE), growth, cache)
+    cache, given = begun(growth)
     lengths, start, parts = torch.tensor(growth.lengths), 0, []
     for chunk, drafted in zip(growth.chunks, (16, 1, 9, 16, 2), strict=True):
         held = cache.lengths.tolist()
@@ -83,22 +82,17 @@ def test_what_is_cropped_back_was_never_there(backend, page):
 
 
 def test_a_crop_that_the_rings_do_not_hold_is_refused_and_changes_nothing():
-    cache = GROWTH.cache(torch.float64)
-    given = arguments(draw(CASE), GROWTH, cache)
+    cache, given = begun(GROWTH)
     step(given, cache, slice(0, 40))
-    before = [x.clone() for x in contents(cache).values()]
-    for lengths, message in (
-        (41, "sequence 0 holds 40 tokens and cannot be cropped to 41"),
-        ([40, 40, -1], "sequence 2 holds 40 .* to -1"),
-        ([40, 10, 40], "sequence 1 has held 40 tokens, .* back to 24 .* 10 is overwritten"),
-        ([1, 2], r"one length or 3.*shape \(2,\)"),
+    for call, message in (
+        (lambda: cache.crop(41), "sequence 0 holds 40 tokens and cannot be cropped to 41"),
+        (lambda: cache.crop([40, 40, -1]), "sequence 2 holds 40 .* to -1"),
+        (lambda: cache.crop([40, 10, 40]), "1 has held 40 tokens, .* back to 24 .* 10 is overwr"),
+        (lambda: cache.crop([1, 2]), r"one length or 3.*shape \(2,\)"),
+        (lambda: cache.advance(-1), "cannot advance by -1"),
     ):
-        with pytest.raises(ValueError, match=message):
-            cache.crop(lengths)
-    with pytest.raises(ValueError, match="cannot advance by -1"):
-        cache.advance(-1)
-    after = contents(cache).values()
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        with unchanged(cache), pytest.raises(ValueError, match=message):
+            call()
     cache.crop([40, 24, 0])
     assert cache.lengths.tolist() == [40, 24, 0]
 
@@ -111,9 +105,8 @@ def test_every_crop_within_the_slack_can_be_grown_again():
 
 
 def check_regrown(held, keep, growth=replace(GROWTH, case=replace(CASE, batch=1))):  # noqa: B008
-    cache = growth.cache(torch.float64)
     torch.manual_seed(0)
-    given = arguments(draw(growth.case), growth, cache)
+    cache, given = begun(growth)
     first = step(given, cache, slice(0, held))
     cache.crop(keep)
     again = step(given, cache, slice(keep, held))
@@ -134,8 +127,7 @@ def test_a_crop_goes_back_as_far_as_the_windows_ring_and_no_further():
 @pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
 def test_a_sequence_that_was_reset_begins_anew_whatever_was_there(backend, page):
     growth = replace(GROWTH, lengths=(40, 40, 40), page=page)
-    cache = growth.cache(torch.float64)
-    given = arguments(draw(CASE), growth, cache)
+    cache, given = begun(growth)
     q, k, v, gates, phi = part(given, slice(0, 20))
     bad = [{b: x.clone() for b, x in side.items()} for side in (k, v)]
     for side in bad:
@@ -159,8 +151,7 @@ def test_a_sequence_that_was_reset_begins_anew_whatever_was_there(backend, page)
 
 def test_pages_come_when_they_are_needed():
     growth = replace(GROWTH, lengths=(40, 40, 40), page=8)
-    cache = growth.cache(torch.float64, pages=14)
-    given = arguments(draw(CASE), growth, cache)
+    cache, given = begun(growth, pages=14)
     assert (cache.table == -1).all()
     with pytest.raises(ValueError, match=r"sequence 0 needs 1 pages and its table begins \[-1\]"):
         step(given, cache, slice(0, 5), strict=True)
@@ -182,8 +173,7 @@ def test_pages_come_when_they_are_needed():
 @pytest.mark.parametrize("wrong", [-7, 15, 2**31 - 1])
 def test_a_page_out_of_range_is_named_in_strict_mode_and_never_read_or_written(backend, wrong):
     growth = replace(GROWTH, lengths=(40, 40, 40), page=8)
-    cache = growth.cache(torch.float64)
-    given = arguments(draw(CASE), growth, cache)
+    cache, given = begun(growth)
     step(given, cache, slice(0, 20))
     cache.table[1, 1] = wrong
     with pytest.raises(ValueError, match=rf"pages from .*{wrong if wrong > 0 else -7}.*0..14"):
@@ -203,8 +193,7 @@ def test_a_page_out_of_range_is_named_in_strict_mode_and_never_read_or_written(b
 @pytest.mark.parametrize("lengths", [(-9, 20, 20), (20, 10**6, 20)])
 def test_lengths_out_of_range_are_named_in_strict_mode_and_reach_nothing(lengths, page):
     growth = replace(GROWTH, lengths=(40, 40, 40), page=page)
-    cache = growth.cache(torch.float64)
-    given = arguments(draw(CASE), growth, cache)
+    cache, given = begun(growth)
     step(given, cache, slice(0, 20))
     cache.lengths.copy_(torch.tensor(lengths))
     with pytest.raises(ValueError, match=r"lengths\[[01]\]=(-9|1000000) is outside 0..20"):
@@ -215,8 +204,7 @@ def test_lengths_out_of_range_are_named_in_strict_mode_and_reach_nothing(lengths
 
 
 def test_lengths_that_run_backwards_behind_the_caches_back_are_named_in_strict_mode():
-    cache = GROWTH.cache(torch.float64)
-    given = arguments(draw(CASE), GROWTH, cache)
+    cache, given = begun(GROWTH)
     step(given, cache, slice(0, 40))
     cache.lengths[1] = 3
     cache.places.held = [3] * 3
@@ -225,16 +213,13 @@ def test_lengths_that_run_backwards_behind_the_caches_back_are_named_in_strict_m
 
 
 def test_a_full_cache_is_refused_with_what_would_do_and_nothing_is_overwritten():
-    cache = GROWTH.cache(torch.float64)
-    given = arguments(draw(CASE), GROWTH, cache)
+    cache, given = begun(GROWTH)
     step(given, cache, slice(0, 38))
-    before = [x.clone() for x in contents(cache).values()]
-    for call in (lambda: step(given, cache, slice(0, 3)), lambda: cache.append(*part(given,
-            slice(0, 3))[1:3])):  # fmt: skip
-        with pytest.raises(ValueError, match=r"0 has 38 of 40 tokens and 3 more .* capacity=41"):
-            call()
-    after = contents(cache).values()
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    full = pytest.raises(ValueError, match=r"0 has 38 of 40 tokens and 3 more .* capacity=41")
+    with unchanged(cache), full:
+        step(given, cache, slice(0, 3))
+    with unchanged(cache), full:
+        cache.append(*part(given, slice(0, 3))[1:3])
     none_more = torch.tensor([2, 0, 1], dtype=torch.int32)
     step(given, cache, slice(0, 3), counts=none_more)  # these do fit
     assert cache.lengths.tolist() == [40, 38, 39]
@@ -244,8 +229,7 @@ def test_a_full_cache_is_refused_with_what_would_do_and_nothing_is_overwritten()
 def test_the_longest_sequence_says_what_is_read_and_whether_more_fit(backend):
     """A bound of the host that was too high is lowered to no less than any length."""
     growth = replace(GROWTH, lengths=(40, 40, 40))
-    cache = growth.cache(torch.float64)
-    given = arguments(draw(CASE), growth, cache)
+    cache, given = begun(growth)
     step(given, cache, slice(0, 36), counts=torch.tensor([12, 36, 0], dtype=torch.int32))
     cache.places.held = [40] * 3  # as if others had been stored and forgotten
     held = torch.tensor([12, 36, 0])
@@ -260,8 +244,8 @@ def test_the_longest_sequence_says_what_is_read_and_whether_more_fit(backend):
 
 
 def test_no_tokens_and_no_sequences_are_refused():
-    cache = GROWTH.cache(torch.float64)
-    _, k, v, _, phi = part(arguments(draw(CASE), GROWTH, cache), slice(0, 0))
+    cache, given = begun(GROWTH)
+    _, k, v, _, phi = part(given, slice(0, 0))
     with pytest.raises(ValueError, match=r"with N of at least 1, got \(3, 0, 2, 8\)"):
         cache.append(k, v, phi)
     for rows in ([], [[0]], [3], [-1]):
@@ -270,8 +254,7 @@ def test_no_tokens_and_no_sequences_are_refused():
 
 
 def test_the_hosts_bound_is_looked_up_before_a_cache_is_called_full():
-    cache = GROWTH.cache(torch.float64)
-    given = arguments(draw(CASE), GROWTH, cache)
+    cache, given = begun(GROWTH)
     one = torch.ones(3, dtype=torch.int32)
     for _ in range(20):
         step(given, cache, slice(0, 4), counts=one)
@@ -279,10 +262,9 @@ def test_the_hosts_bound_is_looked_up_before_a_cache_is_called_full():
 
 
 def test_layers_that_share_places_advance_together():
-    shape = GROWTH.cache(torch.float64).shape
-    places = Places(shape)
+    cache, given = begun(GROWTH)
+    shape, places = cache.shape, Places(cache.shape)
     layers = [LayerCache(shape, places=places) for _ in range(2)]
-    given = arguments(draw(CASE), GROWTH, layers[0])
     want, parts = whole(*given, replace(GROWTH, lengths=(40, 40, 40))), []
     for start in (0, 20):
         outputs = [step(given, c, slice(start, start + 20), advance=False) for c in layers]

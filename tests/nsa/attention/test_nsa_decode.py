@@ -6,7 +6,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate
 from backend_calls import DEVICE
-from cached_cases import Growth, arguments, grown, random_growth, whole
+from cached_cases import Growth, arguments, begun, grown, random_growth, whole
 from cases import SMALL, TINY, Case, draw
 
 from nsa.attention import decode, witness
@@ -23,26 +23,32 @@ def growth_of(seed: int, backend: str) -> Growth:
     return replace(growth, branches=("cmp", "slc")) if lone else growth
 
 
-def mismatch(seed: int, backend: str) -> float:
-    """The largest error of a random case in fp64, relative to the largest output."""
-    growth = growth_of(seed, backend)
-    torch.manual_seed(seed)
-    cache = growth.cache(torch.float64)
+def mismatch(growth: Growth, backend: str, dtype=torch.float64, sunk: bool = False) -> float:
+    """The largest error relative to the largest output; under sinks, of which one is none."""
+    cache, given = begun(growth, dtype)
     if growth.page is not None:  # any order of the pages
         cache.table.copy_(torch.randperm(cache.shape.pool).view_as(cache.table))
-    given = arguments(draw(growth.case), growth, cache)
-    want = whole(*given, growth)
-    got = grown(*given, growth, cache, backend, strict=True)
+    options = {}
+    if sunk:
+        options["sinks"] = 2 * torch.randn(given[0].shape[2], 3, dtype=dtype)
+        options["sinks"][0, 0] = -torch.inf
+    want = whole(*given, growth, **options)
+    got = grown(*given, growth, cache, backend, strict=True, **options)
     assert cache.lengths.tolist() == list(growth.lengths)
     error = (got - want).abs().max() / want.abs().max().clamp(min=1)
     return float(error)
 
 
+def check_random(seeds: range, backend: str, sunk: bool = False) -> None:
+    for seed in seeds:
+        torch.manual_seed(seed)
+        error = mismatch(growth_of(seed, backend), backend, sunk=sunk)
+        assert error < 1e-12, f"seed {seed}: {random_growth(seed)}: {error}"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_growing_in_a_cache_equals_the_whole_at_once(backend):
-    for seed in range(30):
-        error = mismatch(seed, backend)
-        assert error < 1e-12, f"seed {seed}: {random_growth(seed)}: {error}"
+    check_random(range(30), backend)
 
 
 @pytest.mark.parametrize("page", [None, 64])
@@ -78,33 +84,14 @@ def test_low_precision_is_as_accurate_as_plain_torch(backend, dtype):
 @pytest.mark.parametrize("backend", ["reference", "masked", "gather", "prefix"])
 def test_the_scale_may_have_any_sign(backend, scale):
     growth = Growth(Case(30), (9, 21), (30,))
-    cache = growth.cache(torch.float64)
-    q, k, v, gates, phi = arguments(draw(growth.case), growth, cache)
-    want = nsa(q, k, v, gates, growth.case.config, phi=phi, scale=scale).o
-    got = grown(q, k, v, gates, phi, growth, cache, backend, scale=scale)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-
-
-def sunk_mismatch(growth: Growth, backend: str, dtype: torch.dtype) -> float:
-    """The largest error under sinks of which one is none, in this dtype."""
-    cache, case = growth.cache(dtype), growth.case
-    q, k, v, gates, phi = arguments(draw(case, dtype), growth, cache)
-    sinks = 2 * torch.randn(q.shape[2], 3, dtype=dtype)
-    sinks[0, 0] = -torch.inf
-    options = {"phi": phi, "branches": growth.branches, "sinks": sinks}
-    want = nsa(q, k, v, gates, case.config, **options).o
-    for b, length in enumerate(growth.lengths):
-        want[b, length:] = 0
-    got = grown(q, k, v, gates, phi, growth, cache, backend, sinks=sinks, strict=True)
-    return float((got - want).detach().abs().max())
+    cache, given = begun(growth)
+    got = grown(*given, growth, cache, backend, scale=scale)
+    torch.testing.assert_close(got, whole(*given, growth, scale=scale), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sinks_take_their_share_of_what_grows_in_a_cache(backend):
-    for seed in range(500, 520):
-        torch.manual_seed(seed)
-        error = sunk_mismatch(growth_of(seed, backend), backend, torch.float64)
-        assert error < 1e-11, f"seed {seed}: {random_growth(seed)}: {error}"
+    check_random(range(500, 520), backend, sunk=True)
 
 
 @pytest.mark.full
@@ -120,13 +107,12 @@ def test_the_kernels_give_sinks_their_share_in_one_program_or_several(
     cut = dict.fromkeys(("score_splits", "selected_splits", "window_splits"), splits)
     monkeypatch.setattr(kernels, "tuning", lambda call: plain(call)._replace(**cut))
     growth = Growth(Case(28, kv_heads=1, group=3), (16, 12), (28,), branches=branches)
-    assert sunk_mismatch(growth, "triton", torch.float32) < 1e-5
+    assert mismatch(growth, "triton", torch.float32, sunk=True) < 5e-6
 
 
 def test_who_served_is_told():
     growth = Growth(Case(40), (20, 1, 19), (40,))
-    cache = growth.cache(torch.float32)
-    given = arguments(draw(growth.case, torch.float32), growth, cache)
+    cache, given = begun(growth, torch.float32)
     with witness.recording() as seen:
         grown(*given, growth, cache, "auto")
     served = ("decode-forward", "decode-gather", "decode-prefix")
@@ -139,12 +125,8 @@ def test_who_served_is_told():
 @pytest.mark.skipif(DEVICE != "cpu", reason="interpreted; a GPU has the test below")
 def test_the_kernels_grow_a_cache_as_torch_does():
     case = Case(27, batch=2, phi="mlp", compress_rope=True)
-    growth, drawn = Growth(case, (16, 1, 10), (27, 19), page=8), draw(case, torch.float32)
-    cache = growth.cache(torch.float32)
-    given = arguments(drawn, growth, cache)
-    got = grown(*given, growth, cache, "triton", strict=True)
-    torch.testing.assert_close(got, whole(*given, growth), rtol=0, atol=1e-5)
-    assert cache.lengths.tolist() == [27, 19]
+    growth = Growth(case, (16, 1, 10), (27, 19), page=8)
+    assert mismatch(growth, "triton", torch.float32) < 5e-6
 
 
 @pytest.mark.gpu
@@ -201,6 +183,4 @@ def test_the_backends_are_those_that_are_tested():
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["reference", "gather"])
 def test_ten_thousand_random_cases_equal_the_whole(backend):
-    for seed in range(10_000, 20_000):
-        error = mismatch(seed, backend)
-        assert error < 1e-12, f"seed {seed}: {random_growth(seed)}: {error}"
+    check_random(range(10_000, 20_000), backend)

@@ -1,11 +1,12 @@
 """Queries that begin at an offset of the keys: the tail, or any rows, of the whole call."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from accuracy import assert_as_accurate
-from backend_calls import DOUBLE, NAMES, WITH_GRADIENT
+from backend_calls import DOUBLE, NAMES, WITH_GRADIENT, exactly_selected, outcome, reference
 from cases import EVEN, ODD, SMALL, TINY, Case, draw
 
 from nsa import nsa_attention
@@ -38,19 +39,28 @@ def cut(drawn, first, rows):
     return (q[:, own], k, v, gates[:, own], config), options
 
 
-def gradients(o, drawn, do):
-    leaves = drawn.leaves.values()
-    found = torch.autograd.grad(o, list(leaves), do.to(o.dtype), allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
+def definition(*args, **options):
+    return nsa(*args, **options).o
 
 
-def both(drawn, first, rows, do, call):
-    """(o, gradients) of the part as `call` computes it, and of the reference's whole call."""
-    args, options = cut(drawn, first, rows)
-    o = call(*args, **options, q_start=first)
-    whole_args, whole_options = drawn.arguments()
-    whole = nsa(*whole_args, **whole_options).o[:, first : first + rows]
-    return (o, gradients(o, drawn, do)), (whole, gradients(whole, drawn, do))
+def by(backend):
+    return partial(nsa_attention, backend=backend)
+
+
+def gradient(case, rows, dtype=torch.float32):
+    """dO of that many rows of a case."""
+    return torch.randn(case.batch, rows, case.kv_heads * case.group, case.value_dim, dtype=dtype)
+
+
+def both(drawn, first, rows, do, call=definition):
+    """(o, gradients by leaf) of the part by `call`, and of the reference's whole call."""
+
+    def part(drawn):
+        args, options = cut(drawn, first, rows)
+        return call(*args, **options, q_start=first)
+
+    whole = outcome(lambda x: reference(x)[:, first : first + rows], drawn, do)
+    return outcome(part, drawn, do), whole
 
 
 @pytest.mark.parametrize("case, first, rows", CUTS, ids=str)
@@ -61,72 +71,61 @@ def test_the_definition_is_the_whole_calls_rows_to_the_bit(case, first, rows, dt
     if handed_in:
         args, options = drawn.arguments()
         drawn.blocks = nsa(*args, **options).blocks.flip(2)  # not what it would choose
-    do = torch.randn(case.batch, rows, case.kv_heads * case.group, case.value_dim)
-    got, want = both(drawn, first, rows, do, lambda *a, **o: nsa(*a, **o).o)
+    got, want = both(drawn, first, rows, gradient(case, rows))
     assert torch.equal(got[0], want[0])
-    for name, mine, theirs in zip(drawn.leaves, got[1], want[1], strict=True):
-        assert torch.equal(mine, theirs), name
+    for name, theirs in want[1].items():
+        assert torch.equal(got[1][name], theirs), name
 
 
 @pytest.mark.parametrize("case, first, rows", CUTS, ids=str)
 @pytest.mark.parametrize("backend", DOUBLE)
 def test_a_backend_in_fp64_equals_the_whole_call(backend, case, first, rows):
     drawn = draw(case, torch.float64)
-    do = torch.randn(case.batch, rows, case.kv_heads * case.group, case.value_dim).double()
-
-    def call(*args, **options):
-        return nsa_attention(*args, **options, backend=backend)
-
-    got, want = both(drawn, first, rows, do, call)
+    got, want = both(drawn, first, rows, gradient(case, rows, torch.float64), by(backend))
     assert torch.allclose(got[0], want[0], rtol=0, atol=1e-11)
-    for name, mine, theirs in zip(drawn.leaves, got[1], want[1], strict=True):
-        assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-11), name
+    torch.testing.assert_close(got[1], want[1], rtol=1e-9, atol=1e-11)
 
 
-def hold(drawn, exact, first, rows, do, got):
-    """Hold (o, gradients) of a part to the accuracy rule; of some backends there are none."""
-    plain, truth = (
-        both(x, first, rows, do, lambda *a, **o: nsa(*a, **o).o)[1] for x in (drawn, exact)
-    )
-    assert_as_accurate("o", got[0], plain[0], truth[0])
-    largest = max(float(x.abs().max()) for x in truth[1])
-    for name, *grads in zip(drawn.leaves, *(x[1] for x in (got, plain, truth)), strict=False):
-        slack = 4.0 if name.startswith("phi_key_") else 2.0
-        assert_as_accurate(f"d_{name}", *grads, slack=slack, magnitude=largest)
-
-
-def interpreted(backend):
+def marked(backend):
     """Each case of a backend; the interpreter takes seconds for one, and two of them are quick."""
     for number, case in enumerate(CUTS):
         later = backend == "triton" and number not in (1, 6)
         bulk = later and number in (0, 4, 5)  # what the others have, without packing and sinks
         marks = [pytest.mark.slow] * later + [pytest.mark.long] * bulk
-        yield pytest.param(backend, *case, marks=marks)
+        yield pytest.param(backend, *case, torch.float32, marks=marks)
+
+
+# In fp16 the kernels fetch by TMA, and lines of statistics too where T is a multiple of 4.
+FP16 = Case(40, batch=2, kv_heads=1, group=2)
 
 
 @pytest.mark.parametrize(
-    "backend, case, first, rows", [x for name in NAMES for x in interpreted(name)], ids=str
+    "backend, case, first, rows, dtype",
+    [
+        *(x for name in NAMES for x in marked(name)),
+        ("triton", FP16, 13, 24, torch.float16),
+        pytest.param("triton", FP16, 8, 27, torch.float16, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_a_backend_keeps_the_accuracy_rule(backend, case, first, rows):
-    drawn = draw(case, torch.float32)
-    exact = drawn.to(torch.float64)
-    args, options = exact.arguments()
-    drawn.blocks = exact.blocks = nsa(*args, **options).blocks
-    do = torch.randn(case.batch, rows, case.kv_heads * case.group, case.value_dim)
-    learned = backend in WITH_GRADIENT
-
-    def call(*args, **options):
-        with torch.set_grad_enabled(learned):
-            return nsa_attention(*args, **options, backend=backend)
-
-    if not learned:
-        args, options = cut(drawn, first, rows)
-        got = call(*args, **options, q_start=first), []
-        with pytest.raises(registry.Declined, match="no backward"):
-            nsa_attention(*args, **options, q_start=first, backend=backend)
+def test_a_backend_keeps_the_accuracy_rule(backend, case, first, rows, dtype):
+    drawn, do = exactly_selected(draw(case, dtype)), gradient(case, rows, dtype)
+    if backend in WITH_GRADIENT:
+        got, plain = both(drawn, first, rows, do, by(backend))
     else:
-        got, _ = both(drawn, first, rows, do, call)
-    hold(drawn, exact, first, rows, do, got)
+        args, options = cut(drawn, first, rows)
+        with torch.no_grad():
+            got = by(backend)(*args, **options, q_start=first), {}
+        with pytest.raises(registry.Declined, match="no backward"):
+            by(backend)(*args, **options, q_start=first)
+        _, plain = both(drawn, first, rows, do)
+    _, truth = both(drawn.to(torch.float64), first, rows, do)
+    assert_as_accurate("o", got[0], plain[0], truth[0])
+    largest = max(float(x.abs().max()) for x in truth[1].values())
+    for name, mine in got[1].items():
+        slack = 4.0 if name.startswith("phi_key_") else 2.0
+        of = plain[1][name], truth[1][name]
+        assert_as_accurate(f"d_{name}", mine, *of, slack=slack, magnitude=largest)
 
 
 @pytest.mark.parametrize("backend", [name for name in NAMES if name != "triton"])
@@ -140,23 +139,6 @@ def test_log_sum_exps_and_the_selection_are_the_whole_calls(backend):
     lse = torch.stack([whole.lse[b][:, first:] for b in ("cmp", "slc", "win")], -1)
     assert torch.allclose(found[1], lse, rtol=0, atol=1e-11)
     assert torch.allclose(found[2], lse.logsumexp(-1), rtol=0, atol=1e-11)
-
-
-# In fp16 the kernels fetch by TMA, and lines of statistics too where T is a multiple of 4.
-@pytest.mark.parametrize("first, rows", [(13, 24), pytest.param(8, 27, marks=pytest.mark.slow)])
-def test_the_kernels_keep_it_in_fp16(first, rows):
-    case = Case(40, batch=2, kv_heads=1, group=2)
-    drawn = draw(case, torch.float16)
-    exact = drawn.to(torch.float64)
-    args, options = exact.arguments()
-    drawn.blocks = exact.blocks = nsa(*args, **options).blocks
-    do = torch.randn(2, rows, 2, 16, dtype=torch.float16)
-
-    def call(*args, **options):
-        return nsa_attention(*args, **options, backend="triton")
-
-    got, _ = both(drawn, first, rows, do, call)
-    hold(drawn, exact, first, rows, do, got)
 
 
 SCORED = [
@@ -257,14 +239,13 @@ def given(case, dtype=torch.float64):
 @pytest.mark.parametrize("backend", [*DOUBLE, None])
 def test_compressed_keys_made_elsewhere_stand_for_phis(backend, case):
     drawn, args, options, phi, made = given(case)
-    call = nsa if backend is None else nsa_attention
-    options |= {} if backend is None else {"backend": backend}
-    whole, got = call(*args, **options, phi=phi), call(*args, **options, compressed=made)
-    whole, got = (x if backend else x.o for x in (whole, got))
-    assert torch.allclose(got, whole, rtol=0, atol=1e-12)
-    do = torch.randn_like(whole)
-    for mine, theirs in zip(*(gradients(x, drawn, do) for x in (got, whole)), strict=True):
-        assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+    call, do = by(backend) if backend else definition, gradient(case, case.tokens)
+    whole, got = (
+        outcome(lambda _, own=own: call(*args, **options, **own), drawn, do)
+        for own in ({"phi": phi}, {"compressed": made})
+    )
+    assert torch.allclose(got[0], whole[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(got[1], whole[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("branches, k", [(("slc",), ("slc",)), (("cmp",), ("win",))])

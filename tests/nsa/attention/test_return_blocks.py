@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from backend_calls import DEVICE, WITH_GRADIENT, attend, takes
-from cached_cases import Growth, arguments
+from cached_cases import Growth, arguments, begun
 from cases import TINY, Case, draw
 
 from nsa.attention import registry, witness
@@ -120,15 +120,8 @@ def test_new_tokens_return_their_blocks_and_attend_to_those_given(backend, branc
                 side: {b: x[:, part] for b, x in of.items()} for side, of in (("k", k), ("v", v))
             }
             own = {"blocks": given if part is rows else None, "return_blocks": True}
-            o, blocks = nsa_decode(
-                q[:, part],
-                **new,
-                gates=gates[:, part],
-                cache=cache,
-                phi=phi,
-                backend=backend,
-                **own,
-            )
+            own |= {"gates": gates[:, part], "cache": cache, "phi": phi, "backend": backend}
+            o, blocks = nsa_decode(q[:, part], **new, **own)
             if own["blocks"] is None:
                 assert torch.equal(blocks, whole.blocks[:, part])
         if given is not None:
@@ -150,8 +143,7 @@ def test_new_tokens_return_their_blocks_and_attend_to_those_given(backend, branc
 def test_decoding_refuses_blocks_that_do_not_fit(own, branches, message):
     case = Case(1, batch=2)
     growth = Growth(case, (1,), (1, 1), branches=branches)
-    cache = growth.cache(torch.float64)
-    q, k, v, gates, phi = arguments(draw(case, torch.float64), growth, cache)
+    cache, (q, k, v, gates, phi) = begun(growth)
     with pytest.raises(ValueError, match=message):
         nsa_decode(q, k, v, gates, cache, phi=phi, **own)
     assert cache.lengths.tolist() == [0, 0]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accuracy import assert_as_accurate, assert_same
-from backend_calls import DEVICE, NAMES, WITH_GRADIENT, attend, check, takes
+from backend_calls import DEVICE, NAMES, WITH_GRADIENT, attend, check, interpreted, later, takes
 from cases import CASES, EVEN, ODD, SMALL, TINY, Case, draw
 
 from nsa.attention.api import explain, nsa_attention
@@ -82,9 +82,9 @@ def chosen_here(backends, cases, dtypes):
     for backend in backends:
         for number, case in enumerate(cases):
             dtype = [x for x in dtypes if takes(backend, x)][number % len(dtypes) - len(dtypes)]
-            interpreted = backend == "triton" and DEVICE == "cpu"
-            marks = [pytest.mark.full] * (interpreted or case.tokens > 60)
-            marks += [pytest.mark.long] * (interpreted and case.tokens > 63)
+            slow = interpreted(backend)
+            marks = [pytest.mark.full] * (slow or case.tokens > 60)
+            marks += [pytest.mark.long] * (slow and case.tokens > 63)
             name = str(dtype).removeprefix("torch.")
             yield pytest.param(backend, case, dtype, id=f"{backend}-{case}-{name}", marks=marks)
 
@@ -103,13 +103,6 @@ LOW = torch.float32, torch.float16
 )
 def test_outputs_and_gradients_are_as_accurate_as_the_definition_in_the_dtype(backend, case, dtype):
     check(backend, case, dtype)
-
-
-def later(names):
-    interpreted = DEVICE == "cpu"
-    return [
-        pytest.param(x, marks=[pytest.mark.full] * (interpreted and x == "triton")) for x in names
-    ]
 
 
 @torch.no_grad()
