@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,8 +56,6 @@ class Stream:
     column: str = "text"
     cache: Path | None = None  # None: below ~/.cache/nsa
     retries: int = 5
-    sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
-    clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
     waited_s: float = field(default=0.0, init=False)  # between attempts
     fetches_s: deque[float] = field(  # of the newest documents, attempts and waits included
         default_factory=lambda: deque(maxlen=FETCHES), init=False, repr=False
@@ -99,9 +97,9 @@ class Stream:
     def _read(self, first: int, count: int) -> bytes:
         stored = self._stored
         while stored.bytes < first + count and stored.refresh() < first + count:
-            began = self.clock()
+            began = time.perf_counter()
             document = self._next()
-            self.fetches_s.append(self.clock() - began)
+            self.fetches_s.append(time.perf_counter() - began)
             self.fetched_s += self.fetches_s[-1]
             if document is None:
                 raise ValueError(
@@ -132,7 +130,7 @@ class Stream:
                         f"{self.name}: {attempt} attempts failed, the last with "
                         f"{type(error).__name__}: {error}; {self._remedy()}"
                     ) from error
-                self.sleep(wait)
+                time.sleep(wait)
                 self.waited_s += wait
                 wait = min(2 * wait, LONGEST_WAIT_S)
         raise AssertionError("unreachable")

@@ -23,6 +23,19 @@ def whole(model, ids):
     return model(ids)[0]
 
 
+def assert_as_alone(model, found, sequences):
+    """Each row of logits is of the newest tokens of its sequence by itself."""
+    for logits, ids in zip(found, sequences, strict=True):
+        alone = whole(model, ids[None])[0, -len(logits) :]
+        torch.testing.assert_close(logits, alone, **EXACT)
+
+
+def joined(ids, lengths, new):
+    """The first lengths[b] ids of each row, and its new ones behind them."""
+    rows = zip(ids, lengths, new, strict=True)
+    return [torch.cat([row[:length], later]) for row, length, later in rows]
+
+
 def continued(model, cache, ids, sizes):
     """Logits of ids that come into the cache in pieces of these sizes, the last one again."""
     found, start = [], 0

@@ -1,5 +1,7 @@
 """Models small enough for a test, whose branches all leave something out: T > w, T > n l'."""
 
+from dataclasses import replace
+
 import torch
 
 from nsa.config import NSAConfig
@@ -35,6 +37,17 @@ def hidden(config, batch=1, count=TOKENS, seed=0):
     """Random hidden states [batch, count, dim] fp32."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, count, config.dim, generator=generator)
+
+
+def refuses_type(config, name, value, message):
+    """A TypeError for a field of that value, also past jaxtyping's hook, whose own comes first."""
+    import pytest  # not above: programs of ranks import this module
+
+    with pytest.raises(TypeError, match=name):
+        replace(config, **{name: value})
+    object.__setattr__(config, name, value)
+    with pytest.raises(TypeError, match=message):
+        config.__post_init__()
 
 
 def gradients(model, batch=2):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_caches import EXACT, cache_of, continued, model_of, ragged, whole
+from model_caches import EXACT, assert_as_alone, cache_of, continued, joined, model_of, ragged
 from tiny_models import tiny, tokens
 
 from nsa.model.cache import NSACache
@@ -14,10 +14,8 @@ def test_sequences_of_different_lengths_are_each_as_if_alone(page):
     ids, new = tokens(4, 40), tokens(4, 12, seed=1)
     cache, first = ragged(model, ids, lengths, page=page)
     later = continued(model, cache, new, [1, 1, 3, 7])
-    for row, length in enumerate(lengths):
-        alone = whole(model, torch.cat([ids[row, :length], new[row]])[None])[0]
-        torch.testing.assert_close(first[row, :length], alone[:length], **EXACT)
-        torch.testing.assert_close(later[row], alone[length:], **EXACT)
+    both = [torch.cat([a[:n], b]) for a, b, n in zip(first, later, lengths, strict=True)]
+    assert_as_alone(model, both, joined(ids, lengths, new))
 
 
 @pytest.mark.parametrize("page", [None, 8])
@@ -26,7 +24,7 @@ def test_a_draft_that_is_cropped_leaves_no_trace(page, shared_kv):
     """Speculative decoding: six tokens are tried, and some of them stay."""
     model = model_of(tiny(phi="linear", shared_kv=shared_kv))
     ids, wrong = tokens(2, 44), tokens(2, 6, seed=9)
-    cache, wanted = cache_of(model, 2, page=page), whole(model, ids)
+    cache = cache_of(model, 2, page=page)
     model(ids[:, :20], cache=cache)
     length = [20, 20]
     for kept in ([0, 0], [3, 1], [6, 0], [2, 5], [0, 6], [5, 6]):
@@ -38,25 +36,19 @@ def test_a_draft_that_is_cropped_leaves_no_trace(page, shared_kv):
         cache.crop(length)
         assert cache.lengths.tolist() == cache.places.held == length
     rest = torch.stack([ids[row, length[row] :][:4] for row in (0, 1)])
-    found = model(rest, cache=cache)[0]
-    for row in (0, 1):
-        at = slice(length[row], length[row] + 4)
-        torch.testing.assert_close(found[row], wanted[row, at], **EXACT)
+    assert_as_alone(model, model(rest, cache=cache)[0], joined(ids, length, rest))
 
 
 @pytest.mark.parametrize("page", [None, 8])
 def test_sequences_change_places_as_beams_do(page):
     model, lengths = model_of(tiny(phi="linear")), [33, 18, 25]
-    ids = [row[:length] for row, length in zip(tokens(3, 33), lengths, strict=True)]
+    ids = joined(tokens(3, 33), lengths, tokens(3, 0))
     cache, _ = ragged(model, tokens(3, 33), lengths, page=page)
     for step, index in enumerate([[1, 1, 0], [0, 0, 2], [2, 1, 0], [0, 1, 2], [1, 1, 1]]):
         cache.reorder(index)
         new = tokens(3, 3, seed=step + 1)
         ids = [torch.cat([ids[source], row]) for source, row in zip(index, new, strict=True)]
-        found = continued(model, cache, new, [2, 1])
-        for row, sequence in enumerate(ids):
-            alone = whole(model, sequence[None])[0, -3:]
-            torch.testing.assert_close(found[row], alone, **EXACT)
+        assert_as_alone(model, continued(model, cache, new, [2, 1]), ids)
 
 
 def test_beams_share_the_pages_that_are_complete():
@@ -67,17 +59,12 @@ def test_beams_share_the_pages_that_are_complete():
     # Of 40 tokens the newest l - 1 = 3 are not all compressed yet, so the fifth page is each one's.
     assert cache.pages.shared and cache.pages.free == 14 - 4 - 4
     assert len({own[4] for own in cache.pages.of}) == 4
-    new = tokens(4, 5, seed=1)
-    found = continued(model, cache, new, [1])
-    for row in range(4):
-        alone = whole(model, torch.cat([tokens(4, 40)[0], new[row]])[None])[0, -5:]
-        torch.testing.assert_close(found[row], alone, **EXACT)
-    cache.crop(30)  # into pages that are shared
-    later = tokens(4, 9, seed=2)
-    found = continued(model, cache, later, [1])
-    for row in range(4):
-        alone = whole(model, torch.cat([tokens(4, 40)[0, :30], later[row]])[None])[0, -9:]
-        torch.testing.assert_close(found[row], alone, **EXACT)
+    first = tokens(4, 40)[:1].expand(4, -1)
+    for length, new in ((40, tokens(4, 5, seed=1)), (30, tokens(4, 9, seed=2))):
+        if length < 40:  # into pages that are shared
+            cache.crop(length)
+        found = continued(model, cache, new, [1])
+        assert_as_alone(model, found, joined(first, [length] * 4, new))
 
 
 @pytest.mark.parametrize("capacity", [None, 200])
@@ -93,9 +80,7 @@ def test_a_part_of_a_cache_goes_on_by_itself_and_may_be_larger(page, capacity):
     new = tokens(3, 4, seed=1)
     found, again = model(new, cache=part)[0], model(new[[1, 2, 0]], cache=cache)[0]
     torch.testing.assert_close(found[1], again[0], **EXACT)
-    for row, source in enumerate([2, 0, 2]):
-        sequence = torch.cat([tokens(3, 33)[source, : lengths[source]], new[row]])
-        torch.testing.assert_close(found[row], whole(model, sequence[None])[0, -4:], **EXACT)
+    assert_as_alone(model, found, joined(tokens(3, 33)[[2, 0, 2]], [25, 33, 25], new))
     assert cache.lengths.tolist() == [37, 22, 29]
 
 
@@ -126,10 +111,7 @@ def test_a_reset_sequence_begins_anew_and_frees_its_pages():
     cache.reset([1])
     assert cache.pages.free == 5 and cache.lengths.tolist() == [24, 0]
     new = tokens(2, 16, seed=1)
-    found = model(new, cache=cache)[0]
-    both = torch.cat([ids, new], 1)
-    torch.testing.assert_close(found[:1], whole(model, both[:1])[:, 24:], **EXACT)
-    torch.testing.assert_close(found[1:], whole(model, new[1:]), **EXACT)
+    assert_as_alone(model, model(new, cache=cache)[0], joined(ids, [24, 0], new))
     cache.reset()
     assert cache.longest == 0 and cache.pages.free == 8
 
@@ -144,5 +126,4 @@ def test_what_the_rings_have_forgotten_cannot_be_cropped_to(page):
     assert cache.lengths.tolist() == cache.places.held == [48, 48]
     cache.crop(32)
     new = tokens(2, 9, seed=1)
-    wanted = whole(model, torch.cat([tokens(2)[:, :32], new], 1))[:, 32:]
-    torch.testing.assert_close(model(new, cache=cache)[0], wanted, **EXACT)
+    assert_as_alone(model, model(new, cache=cache)[0], joined(tokens(2), [32, 32], new))

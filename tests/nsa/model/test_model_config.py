@@ -1,7 +1,8 @@
 import json
 
 import pytest
-from tiny_models import tiny
+import torch
+from tiny_models import refuses_type, tiny
 
 from nsa.model.config import ModelConfig, layer_range
 from nsa.model.llama import LanguageModel, parameter_count
@@ -48,13 +49,7 @@ WRONG |= {"max_tokens": "512", "rope_base": "1e4", "norm_eps": True, "gate_tempe
 
 @pytest.mark.parametrize(("name", "value"), WRONG.items())
 def test_a_field_of_the_wrong_type_is_refused(name, value):
-    # Under jaxtyping's hook its own TypeError comes first; both name the field.
-    with pytest.raises(TypeError, match=name):
-        tiny(**{name: value})
-    config = tiny()
-    object.__setattr__(config, name, value)
-    with pytest.raises(TypeError, match=f"{name}={value!r} is not a"):
-        config.__post_init__()
+    refuses_type(tiny(), name, value, f"{name}={value!r} is not a")
 
 
 @pytest.mark.parametrize(
@@ -109,19 +104,18 @@ def test_swiglu_weighs_what_two_matrices_of_four_times_the_width_did():
     assert tiny(mlp_hidden=40).mlp_size == 40
 
 
-PARAMETERS = {"repro": 1_005_024, "step5": 894_120, "smoke": 4_708_080, "cpu_test": 441_408}
-PARAMETERS |= {"production": 78_578_736, "memory_table": 32_970_964, "cpu_config": 78_578_736}
+def parameters(config):
+    with torch.device("meta"):
+        return parameter_count(LanguageModel(config))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_parameters_that_its_docstring_says(name):
-    count = parameter_count(LanguageModel(preset(name)))
-    assert count == PARAMETERS[name]
-    assert f"{count:,} parameters" in PRESETS[name].__doc__
+    assert f" {parameters(preset(name)):,} parameters" in " ".join(PRESETS[name].__doc__.split())
 
 
 def test_with_its_gate_the_production_model_weighs_exactly_what_the_case_studys_did():
-    assert parameter_count(LanguageModel(production().with_(gate="softmax"))) == 78_295_332
+    assert parameters(production().with_(gate="softmax")) == 78_295_332
 
 
 def test_a_preset_has_the_sizes_of_the_case_study():

@@ -9,17 +9,10 @@ from nsa.reference.nsa import nsa
 
 CONFIGS = [
     NSAConfig(),
-    NSAConfig(
-        compress_block=4, compress_stride=2, select_block=8, select_count=4, window=8
-    ),
-    NSAConfig(
-        compress_block=6, compress_stride=3, select_block=6, select_count=3, window=1
-    ),
-    NSAConfig(
-        compress_block=2, compress_stride=2, select_block=4, select_count=1, select_initial=0,
-        select_local=1, window=5,
-    ),
-]  # fmt: skip
+    NSAConfig(4, 2, 8, 4, window=8),
+    NSAConfig(6, 3, 6, 3, window=1),
+    NSAConfig(2, 2, 4, 1, select_initial=0, select_local=1, window=5),
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS)

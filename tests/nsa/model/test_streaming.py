@@ -59,11 +59,16 @@ def hub(monkeypatch):
     return found
 
 
+@pytest.fixture(autouse=True)
+def slept(monkeypatch):
+    """Seconds of each sleep, none of which is slept."""
+    found = []
+    monkeypatch.setattr(streaming.time, "sleep", found.append)
+    return found
+
+
 def stream(folder, **options):
-    made = Stream(cache=folder, **options)
-    made.slept = []
-    made.sleep = made.slept.append
-    return made
+    return Stream(cache=folder, **options)
 
 
 def stored(texts):
@@ -129,23 +134,26 @@ def test_a_run_goes_on_where_the_cache_ends(hub, tmp_path):
     assert read(stream(tmp_path / "parts"), range(40)) == whole
 
 
-def test_failures_are_retried_with_ever_longer_waits(hub, tmp_path):
+def test_failures_are_retried_with_ever_longer_waits(hub, slept, tmp_path):
     expected = read(stream(tmp_path / "calm"), range(20))
     hub.rows = 0
     hub.refusals = [OSError("no route"), OSError("no route")]
     hub.failures = {7: ConnectionError("reset"), 20: ValueError("half a gzip block")}
     data = stream(tmp_path / "rough")
     assert read(data, range(20)) == expected
-    assert data.slept == [FIRST_WAIT_S, 2 * FIRST_WAIT_S, FIRST_WAIT_S, FIRST_WAIT_S]
-    assert data.waited_s == sum(data.slept) == data.record()["waited_s"]
+    assert slept == [FIRST_WAIT_S, 2 * FIRST_WAIT_S, FIRST_WAIT_S, FIRST_WAIT_S]
+    assert data.waited_s == sum(slept) == data.record()["waited_s"]
     assert hub.skipped[-2:] == [6, 18]  # documents that had come, by row and without the failed
 
 
-def test_how_fast_text_came_is_measured_and_the_cache_counts_for_nothing(hub, tmp_path):
+def test_how_fast_text_came_is_measured_and_the_cache_counts_for_nothing(
+    hub, tmp_path, monkeypatch
+):
     data = stream(tmp_path, shuffle_buffer=0)
     ticks = iter(range(1000))
-    data.clock = lambda: 0.5 * next(ticks)  # each document takes half a second
-    read(data, range(4))
+    with monkeypatch.context() as patched:  # each document takes half a second
+        patched.setattr(streaming.time, "perf_counter", lambda: 0.5 * next(ticks))
+        read(data, range(4))
     fetch, documents = data.record()["fetch"], data.record()["documents"]
     assert documents > 2
     assert fetch["s"] == pytest.approx(0.5 * documents)
@@ -157,7 +165,7 @@ def test_how_fast_text_came_is_measured_and_the_cache_counts_for_nothing(hub, tm
     assert again.record()["fetch"] == {"bytes": 0, "s": 0.0}
 
 
-def test_what_never_works_ends_with_the_last_error_and_a_remedy(hub, tmp_path):
+def test_what_never_works_ends_with_the_last_error_and_a_remedy(hub, slept, tmp_path):
     hub.refusals = [OSError("no route")] * 9
     data = stream(tmp_path, retries=3)
     message = (
@@ -166,17 +174,17 @@ def test_what_never_works_ends_with_the_last_error_and_a_remedy(hub, tmp_path):
     )
     with pytest.raises(NoText, match=message):
         data.batch(0, 2, 15)
-    assert data.slept == [FIRST_WAIT_S, 2 * FIRST_WAIT_S]
+    assert slept == [FIRST_WAIT_S, 2 * FIRST_WAIT_S]
     hub.refusals.clear()
     assert read(data, [0])  # and the next step may try again
 
 
-def test_without_datasets_the_message_says_what_to_install(hub, tmp_path, monkeypatch):
+def test_without_datasets_the_message_says_what_to_install(hub, slept, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     data = stream(tmp_path)
     with pytest.raises(NoText, match=r"not installed; pip install datasets, or .*text\(path=...\)"):
         data.batch(0, 1, 4)
-    assert not data.slept  # no retry would help
+    assert not slept  # no retry would help
 
 
 def test_steps_past_the_end_are_refused(hub, tmp_path):

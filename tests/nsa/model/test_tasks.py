@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import tiny
+from tiny_models import refuses_type, tiny
 
 from nsa.model.llama import LanguageModel
 from nsa.model.tasks import IGNORED, MARK, Copy, Needle, Recall, accuracy, task
@@ -124,12 +124,6 @@ def test_recall_asks_for_every_pair_once():
         (lambda: Needle(distance=0), "distance=0: at least 1"),
         (lambda: Recall(vocab=20, pairs=10), "has 9, vocab=22 would do"),
         (lambda: Recall(seed=-1), "seed=-1"),
-        (lambda: Copy(length=20).batch(0, 1, 40), "do not hold .* the least tokens that do are 41"),
-        (lambda: Copy(length=5, distance=30).batch(0, 1, 30), "distance of 30; .* are 35"),
-        (lambda: Needle(distance=40).batch(0, 1, 40), "at least 41 tokens would do"),
-        (lambda: Needle(pairs=4).batch(0, 1, 9), "at least 12 tokens would do"),
-        (lambda: Recall(pairs=4).batch(0, 1, 14), "15 would do"),
-        (lambda: Recall(pairs=4, gap=9).batch(0, 1, 20), "24 would do"),
         (lambda: Recall().batch(0, 0, 100), "batch=0"),
         (lambda: task("nedle"), "there are copy, needle, recall"),
     ],
@@ -140,25 +134,26 @@ def test_what_does_not_fit_is_refused_with_what_would(make, message):
 
 
 @pytest.mark.parametrize(
-    ("one", "tokens"),
+    ("one", "tokens", "enough", "message"),
     [
-        *((Copy(length=20), 41), (Copy(length=5, distance=30), 35)),
-        *((Needle(distance=40), 41), (Needle(pairs=4), 12)),
-        *((Recall(pairs=4), 15), (Recall(pairs=4, gap=9), 24)),
+        (Copy(length=20), 40, 41, "do not hold .* the least tokens that do are 41"),
+        (Copy(length=5, distance=30), 30, 35, "distance of 30; .* are 35"),
+        (Needle(distance=40), 40, 41, "at least 41 tokens would do"),
+        (Needle(pairs=4), 9, 12, "at least 12 tokens would do"),
+        (Recall(pairs=4), 14, 15, "15 would do"),
+        (Recall(pairs=4, gap=9), 20, 24, "24 would do"),
     ],
     ids=str,
 )
-def test_the_tokens_that_a_refusal_names_do(one, tokens):
-    assert one.batch(0, 8, tokens)[0].shape == (8, tokens)
+def test_too_few_tokens_are_refused_with_as_many_as_do(one, tokens, enough, message):
+    with pytest.raises(ValueError, match=message):
+        one.batch(0, 1, tokens)
+    assert one.batch(0, 8, enough)[0].shape == (8, enough)
 
 
 def test_a_number_that_is_none_is_refused():
-    # Under jaxtyping's hook its own TypeError comes first.
     for name, value in (("pairs", 2.0), ("gap", (1, 2, 3)), ("gap", "9")):
-        one = Recall()
-        object.__setattr__(one, name, value)
-        with pytest.raises(TypeError, match=rf"{name}=.* is not an int"):
-            one.__post_init__()
+        refuses_type(Recall(), name, value, rf"{name}=.* is not an int")
 
 
 class Knows(torch.nn.Module):
