@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -129,8 +130,7 @@ def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
 
     `options` are those of `nsa_attention` but backend and strict. TypeError for others.
     """
-    known = ("phi", "cu_seqlens", "blocks", "branches", "scale", "sinks", "return_lse")
-    known += ("q_start", "cu_seqlens_q", "compressed", "return_blocks")
+    _, _, _, _, _, *known = signature(checked).parameters
     for name in options:
         if name not in known:
             raise TypeError(

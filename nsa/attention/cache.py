@@ -27,11 +27,11 @@ class LayerCache:
         b is in page table[b, t // page], row t % page.
     k_cmp, v_cmp [P, page / d, HKV, *]: compressed block i begins at token i d, and is in that
         token's page, row (i d % page) / d.
-    k_win, v_win [B, R, HKV, *]: a ring, position t in row t % R; None where the window reads slc.
+    k_win, v_win [B, R, HKV, *]: a ring, position t in row t % R; none where the window reads slc.
     k_raw, v_raw [B, S, HKV, *]: a ring of the compressed branch's tokens before phi, row t % S.
 
-    A tensor that no branch needs is None; `tensors` has the others by name. `places` has the page
-    table and the lengths; layers of one model share it. No gradient flows through a cache.
+    `tensors` has them by name, without those that no branch needs. `places` has the page table and
+    the lengths; layers of one model share it. No gradient flows through a cache.
     """
 
     def __init__(
@@ -52,14 +52,6 @@ class LayerCache:
             flat = torch.zeros(rows + 1, *row, dtype=shape.dtype, device=device)
             self._flat[name], self.tensors[name] = flat, flat[:rows].view(size)
 
-    k_slc = property(lambda self: self.tensors.get("k_slc"))
-    v_slc = property(lambda self: self.tensors.get("v_slc"))
-    k_cmp = property(lambda self: self.tensors.get("k_cmp"))
-    v_cmp = property(lambda self: self.tensors.get("v_cmp"))
-    k_win = property(lambda self: self.tensors.get("k_win"))
-    v_win = property(lambda self: self.tensors.get("v_win"))
-    k_raw = property(lambda self: self.tensors.get("k_raw"))
-    v_raw = property(lambda self: self.tensors.get("v_raw"))
     table = property(lambda self: self.places.table)
     lengths = property(lambda self: self.places.lengths)
     longest = property(lambda self: self.places.longest)

@@ -180,7 +180,7 @@ def _triton(call: Call, note: Note) -> Tensor:
     for branch in shape.branches:
         note(branch, "triton")
     return decode(
-        q, call.k, call.v, call.gates, **{name: getattr(cache, name) for name in NAMES},
+        q, call.k, call.v, call.gates, **{name: cache.tensors.get(name) for name in NAMES},
         table=cache.table, lengths=cache.lengths, counts=call.counts, config=shape.config,
         phi=phi.kind, phi_key=phi.key, phi_value=phi.value, rotary=phi.rotary,
         branches=shape.branches, scale=scale, sinks=call.sinks,

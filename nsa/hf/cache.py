@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache
 
 from nsa.hf.config import NSAConfig
-from nsa.model.cache import NSACache
+from nsa.model.cache import NSACache, shape_of
 from nsa.model.config import ModelConfig
 
 ASSISTED = 64  # columns that assisted decoding can remove
@@ -44,9 +44,7 @@ class GenerationCache(Cache):
         super().__init__(layers=[])
         self.config = config.model_config() if isinstance(config, NSAConfig) else config
         self.capacity, self.page, self.slack, self.backend = capacity, page, slack, backend
-        NSACache.bytes_for(
-            self.config, 1, capacity, page=page, slack=slack
-        )  # raises if sizes do not fit
+        shape_of(self.config, 1, capacity, page=page, slack=slack)  # raises if sizes do not fit
         self.nsa: NSACache | None = None
         self.columns = 0
         self.real: Bool[Tensor, "B COLUMNS"] | None = None  # None: there is no padding

@@ -31,18 +31,9 @@ LAYER = {
 }
 # Fields of ModelConfig that are specific to NSA and not determined by a Llama.
 OWN = (
-    *(
-        "name",
-        "phi",
-        "gate",
-        "gate_temperature",
-        "gate_init",
-        "compress_rope",
-        "shared_kv",
-        "share_selection",
-        "sinks",
-    ),
-    *("force_branch", "stopgrad_gates", "backend", "strict", "checkpoint", "max_tokens"),
+    *("name", "phi", "gate", "gate_temperature", "gate_init", "compress_rope", "shared_kv"),
+    *("share_selection", "sinks", "force_branch", "stopgrad_gates", "backend", "strict"),
+    *("checkpoint", "max_tokens"),
 )
 
 

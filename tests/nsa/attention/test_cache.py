@@ -51,7 +51,8 @@ def test_a_ring_holds_its_newest_tokens_each_at_its_position(chunks):
     for chunk in chunks:
         cache.append(*[token[:, start : start + chunk]] * 2)
         start += chunk
-    for ring in (cache.k_win, cache.v_win, cache.k_raw, cache.v_raw):
+    for name in ("k_win", "v_win", "k_raw", "v_raw"):
+        ring = cache.tensors[name]
         newest = range(40 - ring.shape[1], 40)
         assert newest[0] > 0
         assert [int(ring[0, t % len(newest), 0, 0]) for t in newest] == [*newest]
@@ -183,9 +184,9 @@ def test_a_page_out_of_range_is_named_in_strict_mode_and_never_read_or_written(b
     assert o.isfinite().all()
     torch.testing.assert_close(o[[0, 2]], want[[0, 2]], rtol=0, atol=1e-12)
     cache.table[1, 2] = wrong  # where it would write next
-    others = cache.k_slc.clone()
+    others = cache.tensors["k_slc"].clone()
     step(given, cache, slice(23, 24), backend=backend)
-    changed = (cache.k_slc != others).flatten(1).any(1).nonzero().flatten()
+    changed = (cache.tensors["k_slc"] != others).flatten(1).any(1).nonzero().flatten()
     assert changed.tolist() == [2, 12]  # pages 5 b + 2 of sequences 0 and 2
 
 

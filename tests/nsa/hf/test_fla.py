@@ -13,6 +13,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from hf_models import assert_same_weights
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
@@ -114,12 +115,10 @@ def test_a_folder_of_theirs_comes_and_goes_back(tmp_path, tied):
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     back = from_fla(to_fla(model, tmp_path / "back"))
     told = json.loads((tmp_path / "back/config.json").read_text())
-    assert {name: told[name] for name in set(config) & set(told)} == {
-        name: config[name] for name in set(config) & set(told)
-    }
-    assert back.state_dict().keys() == model.state_dict().keys()
-    for name, weight in model.state_dict().items():
-        assert torch.equal(back.state_dict()[name], weight)
+    assert [told[name] for name in config if name in told] == [
+        config[name] for name in config if name in told
+    ]
+    assert_same_weights(back, model)
 
 
 def test_widths_are_read_off_the_weights_because_configs_were_wrong_about_heads():
@@ -225,8 +224,6 @@ def test_it_computes_what_fla_computes(fla, changes, tmp_path):
     torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5)
     made.save_pretrained(tmp_path)
     again = from_fla(tmp_path, backend="gather")
-    for name, weight in from_fla(made).state_dict().items():
-        assert torch.equal(again.state_dict()[name], weight)
+    assert_same_weights(again, from_fla(made))
     back = fla.NSAForCausalLM.from_pretrained(to_fla(again, tmp_path / "back"))
-    for name, weight in made.state_dict().items():
-        assert torch.equal(back.state_dict()[name], weight)
+    assert_same_weights(back, made)

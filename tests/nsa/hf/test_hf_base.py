@@ -166,21 +166,11 @@ def test_files_with_the_names_of_before_open_and_are_saved_with_todays(model, tm
 @pytest.mark.full
 @pytest.mark.registered
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        ("from transformers import AutoModelForCausalLM as A", "NSAForCausalLM"),
-        (
-            "from transformers import AutoConfig; AutoConfig.from_pretrained(folder); "
-            "from transformers import AutoModelForCausalLM as A",
-            "NSAForCausalLM",
-        ),
-    ],
-)
-def test_a_fresh_process_opens_a_saved_model_without_importing_nsa(tmp_path, code, kind):
-    folder = saved(tmp_path)
-    code = f"folder = {folder!r}; {code}; print(type(A.from_pretrained(folder)).__name__)"
-    assert answer(code).strip() == kind
+@pytest.mark.parametrize("first", ["", "transformers.AutoConfig.from_pretrained(folder); "])
+def test_a_fresh_process_opens_a_saved_model_without_importing_nsa(tmp_path, first):
+    code = f"import transformers; folder = {saved(tmp_path)!r}; {first}"
+    code += "print(type(transformers.AutoModelForCausalLM.from_pretrained(folder)).__name__)"
+    assert answer(code).strip() == "NSAForCausalLM"
 
 
 @pytest.mark.full

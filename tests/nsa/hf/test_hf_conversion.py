@@ -7,7 +7,7 @@ from tiny_models import tiny, tokens
 pytest.importorskip("transformers")
 
 import transformers
-from hf_models import made
+from hf_models import assert_same_weights, made
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nsa
@@ -43,8 +43,7 @@ def test_a_run_of_train_goes_to_transformers_and_back(tmp_path):
     file = to_checkpoint(again, tmp_path / "back", config)
     back = nsa.load_model(file, backend="gather")
     assert back.config == trainer.model.config
-    for name, weight in trainer.model.state_dict().items():
-        assert torch.equal(back.state_dict()[name], weight)
+    assert_same_weights(back, trainer.model)
     prompt = IDS[:1, :9]
     found = again.generate(prompt, max_new_tokens=7)[0, 9:].tolist()
     assert found == generate(back, list(prompt), 7).all()[0]
@@ -162,6 +161,4 @@ def test_the_trainer_of_transformers_trains_it(tmp_path):
     assert len(losses) == 5 and losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.6 * losses[0]
     assert trainer.evaluate()["eval_loss"] < losses[-1]
-    again = type(model).from_pretrained(tmp_path / "checkpoint-50")
-    for name, weight in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], weight)
+    assert_same_weights(type(model).from_pretrained(tmp_path / "checkpoint-50"), model)

@@ -11,7 +11,7 @@ from tiny_models import tiny, tokens
 
 pytest.importorskip("transformers")
 
-from hf_models import made
+from hf_models import assert_same_weights, made
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from nsa.config import NSAConfig as Sizes
@@ -112,8 +112,7 @@ def test_a_file_brings_the_same_model_back(model, tmp_path):
     assert again.model.sizes == model.model.sizes.with_(backend="masked")
     config = AutoConfig.from_pretrained(tmp_path)
     assert config.model_config() == model.model.sizes and config.pad_token_id == 256
-    for name, weight in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], weight)
+    assert_same_weights(again, model)
 
 
 def test_what_a_file_lacks_is_drawn_and_the_rest_stays(model, tmp_path):

@@ -130,14 +130,12 @@ def test_the_text_generation_pipeline_with_a_batch_and_a_chat(checkpoint):
 @pytest.mark.parametrize(
     "how",
     [
-        {"do_sample": False},
-        {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
         {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.2},
         {"num_beams": 3, "num_return_sequences": 2, "early_stopping": True},
         {"prompt_lookup_num_tokens": 4},
         {"do_sample": False, "no_repeat_ngram_size": 3, "bad_words_ids": [[5]]},
     ],
-    ids=["greedy", "nucleus", "min-p", "beams", "lookup", "constraints"],
+    ids=["min-p", "beams", "lookup", "constraints"],
 )
 def test_generation_strategies(checkpoint, how):
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")

@@ -109,7 +109,7 @@ def _definition(cell, new, cache, sample, dtype, blocks):
     rows = rows.gather(2, position.flatten(2).masked_fill(hidden, 0))
     head = torch.arange(cell.kv_heads, device=device)[:, None]
     k, v = (
-        getattr(cache, name).flatten(0, 1)[rows, head].transpose(1, 2).to(dtype)
+        cache.tensors[name].flatten(0, 1)[rows, head].transpose(1, 2).to(dtype)
         for name in ("k_slc", "v_slc")
     )
     outputs["slc"], _ = attend(q, k, v, ~hidden[:, :, None], scale)
@@ -210,7 +210,7 @@ def reads(
     rows = rows_of(cache, cell.tokens)[true.sample]
     spoilt = 0
     for name in ("k_slc", "v_slc"):
-        flat = getattr(cache, name).flatten(0, 1)
+        flat = cache.tensors[name].flatten(0, 1)
         for row, kept in zip(rows, read, strict=True):
             flat[row] = flat[row].masked_fill(~kept.T[..., None], float("nan"))
     spoilt += int((~read).sum())
@@ -218,7 +218,7 @@ def reads(
     keys["win"] = kept.shape[1]
     if not cell.shared_kv:
         for name in ("k_win", "v_win"):
-            ring = getattr(cache, name).flatten(0, 1)
+            ring = cache.tensors[name].flatten(0, 1)
             unread = torch.ones(len(ring), dtype=torch.bool, device=ring.device)
             unread[kept.flatten()] = False
             ring[unread] = float("nan")
@@ -231,6 +231,6 @@ def reads(
     same = torch.equal(clear(step()), clear(before))
     first = blocks[:, :, :1] * config.select_block  # a block's first token; the first is forced
     head = torch.arange(cell.kv_heads, device=cache.device)
-    cache.k_slc.flatten(0, 1)[rows.gather(1, first[..., 0]), head] = float("nan")
+    cache.tensors["k_slc"].flatten(0, 1)[rows.gather(1, first[..., 0]), head] = float("nan")
     seen = not bool(clear(step()).isfinite().any())
     return Reads(keys, spoilt, same, seen)
