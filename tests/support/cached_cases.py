@@ -56,8 +56,6 @@ def arguments(drawn: Drawn, growth: Growth, cache: LayerCache):
     """(q, k, v, gates, phi) with one tensor for slc and win where the cache shares it, and rotary
     tables that cover its capacity."""
     (q, k, v, gates, _), options = drawn.arguments()
-    if growth.shared:
-        k, v = ({**x, "win": x["slc"]} for x in (k, v))
     phi = options["phi"]
     if phi.rotary is not None:
         longer = draw(replace(growth.case, tokens=cache.shape.capacity), q.dtype, q.device)

@@ -62,6 +62,13 @@ def told_by(program: str, *args: object, interpreted: bool = False) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def only_rank(monkeypatch, port: int) -> None:
+    """Set the environment that torchrun gives the only rank."""
+    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(name, str(value))
+
+
 def run_ranks(count: int, program: str, *arguments: object) -> None:
     """Processes of a program of this folder, started without torchrun but with what it would set;
     none must fail."""

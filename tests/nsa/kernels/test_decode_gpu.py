@@ -5,6 +5,7 @@ import torch
 from accuracy import assert_as_accurate
 from cases import ODD
 from decode_inputs import Step, draw, on_cache
+from observed import no_sync
 
 from nsa.config import NSAConfig
 from nsa.kernels.decode import Call, decode, tuning
@@ -90,11 +91,8 @@ def test_the_same_step_gives_the_same_bits_a_hundred_times():
 def test_a_step_does_not_wait_for_the_gpu():
     args, kwargs = growing(None)
     decode(*args, **kwargs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         decode(*args, **kwargs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_launches_that_overlap_find_what_plain_ones_find():

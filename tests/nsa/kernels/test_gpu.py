@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from observed import no_sync
 from places import ROOT
 
 from nsa.attention.api import nsa_attention
@@ -100,11 +101,8 @@ def test_a_cuda_graph_replays_forward_and_backward_on_new_inputs():
 def test_nothing_waits_for_the_gpu():
     drawn = draw(Shape(2048, heads=16, kv_heads=1), "cuda")
     call(drawn)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         call(drawn)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_memory_beyond_inputs_and_outputs_is_small_and_linear():

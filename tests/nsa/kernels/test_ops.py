@@ -220,12 +220,8 @@ def test_a_capture_holds_whatever_streams_are_needed(branches, frozen):
 
 def test_the_side_stream_begins_after_what_the_current_one_was_given():
     side, order = object.__new__(ops.SideStream), Mock()
-    side._used, side._stream, side._current, side._inside = (
-        False,
-        order.side,
-        order.now,
-        order.block,
-    )
+    side._stream, side._current, side._inside = order.side, order.now, order.block
+    side._used = False
     with side:
         order.work()
     side.join()
@@ -248,11 +244,8 @@ def test_the_selected_branch_waits_for_the_window_which_it_adds_to(monkeypatch):
 
     plain = ops.selected_fwd.selected_forward
     monkeypatch.setattr(ops, "SideStream", Side)
-    monkeypatch.setattr(
-        ops.selected_fwd,
-        "selected_forward",
-        lambda *a, **k: order.append("selected") or plain(*a, **k),
-    )
+    noted = lambda *a, **k: order.append("selected") or plain(*a, **k)  # noqa: E731
+    monkeypatch.setattr(ops.selected_fwd, "selected_forward", noted)
     with torch.no_grad():
         attend(draw(replace(CASE, tokens=17), torch.float32, DEVICE), "triton")
     assert order[:3] == ["window", "join", "selected"]

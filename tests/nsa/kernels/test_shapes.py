@@ -7,16 +7,14 @@ import pytest
 import shapes
 import torch
 from backend_calls import DEVICE
-from cases import Case, draw
+from cases import TINY, Case, draw
 from shape_draws import BRANCHES, Form, Shape, legal
 
 from nsa.attention.api import nsa_attention
 from nsa.attention.registry import Declined
-from nsa.config import NSAConfig
 from whyhung.process.trial import run_child
 from workbook.lab.sweep import measure
 
-TINY = NSAConfig(compress_block=4, compress_stride=2, select_block=8, select_count=4, window=6)
 SMALL = Shape(Form(16, 24, 1, "fp32", TINY), 5)
 
 

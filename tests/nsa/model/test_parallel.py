@@ -6,19 +6,12 @@ from unittest.mock import Mock
 import pytest
 import rank_entries
 import torch
-from processes import free_port, run_ranks
+from processes import free_port, only_rank, run_ranks
 from tiny_models import tiny
 
 from nsa.model import parallel
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import SINGLE, Parallel
-
-
-def place_of(monkeypatch, **place):
-    """The environment of the only rank."""
-    only = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (only | place).items():
-        monkeypatch.setenv(name, str(value))
 
 
 def two_ranks(folder, backend):
@@ -161,7 +154,7 @@ def test_what_cannot_be_started_is_refused_with_the_reason(monkeypatch, options,
 
 
 def test_a_group_that_another_joined_is_used_and_left_open(monkeypatch):
-    place_of(monkeypatch, MASTER_PORT=free_port())
+    only_rank(monkeypatch, free_port())
     dist = torch.distributed
     first = parallel.start("ddp", backend="gloo")
     try:
@@ -209,7 +202,7 @@ def test_a_port_in_use_is_said(monkeypatch):
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        place_of(monkeypatch, MASTER_PORT=port)
+        only_rank(monkeypatch, port)
         with pytest.raises(ValueError, match=f"port {port} is in use; give torchrun"):
             parallel.start("ddp", backend="gloo", device="cpu", timeout_s=5)
 

@@ -4,7 +4,7 @@ import fsdp2_entries
 import pytest
 import torch
 from fsdp2_entries import STEPS, made, trained
-from processes import run_ranks
+from processes import only_rank, run_ranks
 from tiny_models import tokens
 
 from nsa.recipes import fsdp2
@@ -57,9 +57,7 @@ def test_a_transformers_model_is_sharded_alike(folder):
 
 
 def test_the_script_goes_on_where_it_ended(folder, monkeypatch, capsys):
-    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (place | {"MASTER_PORT": 0}).items():
-        monkeypatch.setenv(name, str(value))
+    only_rank(monkeypatch, 0)
     losses = fsdp2.main([*fsdp2_entries.SCRIPT, "--steps", "3", "--folder", str(folder / "script")])
     assert len(losses) == 1 and losses[0] < 5.6
     assert capsys.readouterr().out.startswith("step 3: loss ")
