@@ -43,34 +43,11 @@ def definition(inputs: Inputs, dtype: torch.dtype, blocks: Tensor | None = None)
 def by_backend(
     backend: str, inputs: Inputs, dtype: torch.dtype, blocks: Tensor | None = None
 ) -> Outcome:
-    """Results of a backend for the inputs in that dtype; kernels tell what they selected."""
+    """Results of a backend for the inputs in that dtype."""
     given = inputs.to(dtype)
-    with selection() as seen:
-        o = nsa_attention(*given.arguments(), backend=backend, blocks=blocks)
-    own = seen[0].unflatten(0, given.q.shape[:2]) if seen and blocks is None else blocks
+    options = {"backend": backend, "blocks": blocks, "return_blocks": True}
+    o, own = nsa_attention(*given.arguments(), **options)
     return Outcome(_with_gradients(o, given), own)
-
-
-@contextmanager
-def selection() -> Iterator[list[Tensor]]:
-    """Collects the blocks [tokens, HKV, n] that the kernels select meanwhile."""
-    try:
-        from nsa.kernels import ops
-    except ImportError:  # no Triton
-        yield []
-        return
-    seen, plain = [], ops.attend
-
-    def attend(*args):
-        found = plain(*args)
-        seen.append(found[-1])
-        return found
-
-    ops.attend = attend
-    try:
-        yield seen
-    finally:
-        ops.attend = plain
 
 
 @contextmanager

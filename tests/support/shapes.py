@@ -11,7 +11,7 @@ import traceback
 import torch
 from backend_calls import outcome
 from cases import Drawn
-from distributions import DEFINED, judged, kernels, selection
+from distributions import DEFINED, judged, kernels
 from shape_draws import DTYPES, Shape
 from torch import Tensor
 
@@ -23,18 +23,17 @@ ROWS = 1 << 25  # query rows times tokens that the definition is evaluated on, 2
 DRAWS = 3  # of a shape that breaks the rule by the first draw; roundings can, a fault always does
 
 
-def attend(drawn: Drawn, shape: Shape, backend: str, blocks: Tensor | None = None) -> Tensor:
-    """o of a backend, with its own selection unless one is given."""
+def attend(drawn: Drawn, shape: Shape, **options):
+    """o by `nsa_attention`, with its own selection unless one is given."""
     args, kwargs = drawn.arguments()
-    options = kwargs | {"branches": shape.branches, "blocks": blocks}
-    return nsa_attention(*args, **options, backend=backend)
+    return nsa_attention(*args, **kwargs | {"branches": shape.branches} | options)
 
 
 def define(drawn: Drawn, shape: Shape, blocks: Tensor | None) -> Tensor:
     """o of the definition, or of `gather`, which makes no T x T tensor, where that is too large."""
     rows = drawn.leaves["q"].shape[0] * drawn.leaves["q"].shape[2] * shape.tokens**2
     if shape.tokens > 2 * DEFINED or rows > ROWS:
-        return attend(drawn, shape, "gather", blocks)
+        return attend(drawn, shape, backend="gather", blocks=blocks)
     args, kwargs = drawn.arguments()
     return nsa(*args, **kwargs | {"branches": shape.branches, "blocks": blocks}).o
 
@@ -81,15 +80,15 @@ def judge(shape: Shape, device: str) -> dict:
     """Runs a shape and holds o and each gradient to the accuracy rule: a record of it."""
     dtype = DTYPES[shape.form.dtype]
     drawn = shape.draw(device)
-    with selection() as seen, kernels(shape.kernels):
-        o = attend(drawn, shape, "triton")
+    selects = "slc" in shape.branches
+    with kernels(shape.kernels):
+        found = attend(drawn, shape, backend="triton", return_blocks=selects)
+        o, blocks = found if selects else (found, None)
         do = torch.randn(o.shape, device=device).to(dtype)
         got = _named(*outcome(lambda _: o, drawn, do))
-    blocks, exact_inputs = None, drawn.to(torch.float64)
-    if "slc" in shape.branches:
-        blocks = seen[0].unflatten(0, drawn.leaves["q"].shape[:2])
-        if wrong := wrong_selection(drawn, shape, blocks):
-            return {"outcome": "inaccurate", "why": wrong}
+    exact_inputs = drawn.to(torch.float64)
+    if selects and (wrong := wrong_selection(drawn, shape, blocks)):
+        return {"outcome": "inaccurate", "why": wrong}
     exact, plain = (
         _named(*outcome(lambda x: define(x, shape, blocks), given, do))
         for given in (exact_inputs, drawn.to(dtype))
