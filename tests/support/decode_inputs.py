@@ -3,11 +3,14 @@
 What a cache does not hold is NaN, so that a read of it shows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from nsa.attention.cache import NAMES
+from nsa.attention.places import CacheShape
 from nsa.blocks import count_compressed, count_selectable, overlap
 from nsa.config import NSAConfig
 from nsa.reference.attend import attend, attention_probs
@@ -53,6 +56,7 @@ class Cache:
     q: Tensor
     gates: Tensor
     phi: Phi
+    shape: CacheShape
     tensors: dict[str, Tensor | None] = field(default_factory=dict)
 
     def new(self, x: Tensor) -> Tensor:
@@ -100,68 +104,45 @@ def draw(step: Step, device: str = "cpu") -> Cache:
         return PhiWeights(*(normal(step.kv_heads, *shape, scale=s) for shape, s in pairs))
 
     k, v = rows(step.dim), rows(step.value_dim)
-    unit = step.page or step.config.select_block
-    capacity = -(-max(tokens, step.capacity) // unit) * unit
-    tables = rotary_tables(capacity, step.dim, device=device) if step.rotary else None
+    shape = CacheShape(
+        step.config, batch, max(tokens, step.capacity, 1), step.kv_heads, step.dim,
+        step.value_dim, step.dtype, step.branches, step.shared, page=step.page,
+    )  # fmt: skip
+    shape = replace(shape, pages=step.page and shape.pool + 3)
+    tables = rotary_tables(shape.capacity, step.dim, device=device) if step.rotary else None
     phi = Phi(step.phi, weights(step.dim), weights(step.value_dim), tables)
     q = normal(batch, step.new, heads, step.dim)
     gates = torch.rand(batch, step.new, heads, 3, dtype=torch.float64, generator=random)
-    cache = Cache(step, k, v, q, gates.to(device, step.dtype), phi)
-    cache.tensors = filled(cache, step.lengths, capacity, random)
+    cache = Cache(step, k, v, q, gates.to(device, step.dtype), phi, shape)
+    order = torch.randperm(shape.pool, generator=random) if step.page else torch.arange(batch)
+    table = order[: batch * shape.pages_each].view(batch, -1).to(device, torch.int32)
+    cache.tensors = filled(cache, step.lengths, table)
     return cache
 
 
-def filled(cache: Cache, lengths, capacity: int, random: torch.Generator | None = None) -> dict:
-    """The cache's tensors when the sequences hold `lengths`; pages are in a random order."""
-    step, config = cache.step, cache.step.config
-    device, batch = cache.q.device, len(lengths)
-    page = step.page or capacity
-    columns = capacity // page
-    if random is None:
-        table = cache.tensors["table"]
-        pool = cache.tensors["pool"] if "pool" in cache.tensors else batch * columns
-    else:
-        pool = batch * columns + (3 if step.page else 0)
-        order = torch.randperm(pool, generator=random) if step.page else torch.arange(pool)
-        table = order[: batch * columns].view(batch, columns).to(device, torch.int32)
-    slack = 16
-    rings = {
-        "win": -(-(config.window + slack) // 16) * 16,
-        "raw": -(-(config.compress_block + slack) // 16) * 16,
-    }
-    on = {"dtype": step.dtype, "device": device}
-    tensors = {"table": table, "lengths": torch.tensor(lengths, dtype=torch.int32, device=device)}
-    scored = "cmp" in step.branches or "slc" in step.branches
-    paged = "slc" in step.branches or ("win" in step.branches and step.shared)
-    for side, x, width in (("k", cache.k, step.dim), ("v", cache.v, step.value_dim)):
-
-        def empty(*shape: int, wanted: bool, width: int = width) -> Tensor | None:
-            return (
-                torch.full((*shape, step.kv_heads, width), float("nan"), **on) if wanted else None
-            )
-
-        compressed = scored and (side == "k" or "cmp" in step.branches)
-        slc = empty(pool, page, wanted=paged)
-        cmp = empty(pool, page // config.compress_stride, wanted=compressed)
-        win = empty(batch, rings["win"], wanted="win" in step.branches and not step.shared)
-        raw = empty(batch, rings["raw"], wanted=compressed)
+def filled(cache: Cache, lengths: Sequence[int], table: Tensor) -> dict[str, Tensor | None]:
+    """The cache's tensors when the sequences hold `lengths`, by that page table."""
+    step, shape, device = cache.step, cache.shape, cache.q.device
+    page, stride = shape.page_size, step.config.compress_stride
+    tensors: dict[str, Tensor | None] = dict.fromkeys(NAMES)
+    for name, size in shape.tensors().items():
+        tensors[name] = into = torch.full(size, torch.nan, dtype=step.dtype, device=device)
+        x, kind = cache.k if name[0] == "k" else cache.v, name[2:]
         for b, held in enumerate(lengths):
-            where = table[b].long()
-            t = torch.arange(held, device=device)
-            if slc is not None:
-                slc[where[t // page], t % page] = x["slc"][b, :held]
-            for ring, rows, of in ((win, rings["win"], "win"), (raw, rings["raw"], "cmp")):
-                if ring is not None:
-                    late = t[max(0, held - rows) :]
-                    ring[b, late % rows] = x[of][b, late]
-            if cmp is not None:
-                make = compress_keys if side == "k" else compress_values
-                wide = wide_phi(cache.phi)
-                rows = make(x["cmp"][b : b + 1, :held].double(), wide, config)[0].to(step.dtype)
-                start = torch.arange(len(rows), device=device) * config.compress_stride
-                cmp[where[start // page], start % page // config.compress_stride] = rows
-        tensors |= {f"{side}_slc": slc, f"{side}_cmp": cmp, f"{side}_win": win, f"{side}_raw": raw}
-    return tensors
+            where, t = table[b].long(), torch.arange(held, device=device)
+            if kind == "slc":
+                into[where[t // page], t % page] = x["slc"][b, :held]
+            elif kind == "cmp":
+                make = compress_keys if name[0] == "k" else compress_values
+                own = x["cmp"][b : b + 1, :held].double()
+                rows = make(own, wide_phi(cache.phi), step.config)[0]
+                start = torch.arange(len(rows), device=device) * stride
+                into[where[start // page], start % page // stride] = rows.to(step.dtype)
+            else:
+                late = t[max(0, held - into.shape[1]) :]
+                into[b, late % into.shape[1]] = x["cmp" if kind == "raw" else "win"][b, late]
+    held = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return tensors | {"table": table, "lengths": held}
 
 
 def wide_phi(phi: Phi) -> Phi:
@@ -179,23 +160,7 @@ def wide_phi(phi: Phi) -> Phi:
 def after(cache: Cache) -> dict:
     """The tensors that a step must leave behind; NaN where nothing is known."""
     lengths = [a + b for a, b in zip(cache.step.lengths, cache.step.added, strict=True)]
-    page = cache.step.page
-    one = next(
-        (x.shape[1] * n for n, x in (
-            (1, cache.tensors["k_slc"]),
-            (cache.step.config.compress_stride, cache.tensors["k_cmp"]),
-        ) if x is not None),
-        cache.step.config.select_block,
-    )  # fmt: skip
-    capacity = cache.tensors["table"].shape[1] * (page or one)
-    known = next(
-        (cache.tensors[n] for n in ("k_slc", "k_cmp") if cache.tensors[n] is not None), None
-    )
-    if known is not None:
-        cache.tensors["pool"] = known.shape[0]
-    found = filled(cache, lengths, capacity)
-    cache.tensors.pop("pool", None)
-    return found
+    return filled(cache, lengths, cache.tensors["table"])
 
 
 def whole(cache: Cache) -> Tensor:
