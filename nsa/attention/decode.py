@@ -205,7 +205,6 @@ class Backend:
     """One way to append and attend; `run(call, note)` returns o [B, N, HQ, DV]."""
 
     run: Callable[[Call, Note], Tensor]
-    summary: str
     why_not: Callable[[Call], list[str]] = lambda call: []
     # Reasons why "auto" skips it although it would run.
     not_for_auto: Callable[[Call], list[str]] = lambda call: []
@@ -213,21 +212,14 @@ class Backend:
 
 # In order of preference of "auto".
 _BACKENDS = {
-    "triton": Backend(
-        _triton,
-        "our kernels: a few launches, up to 16 tokens",
-        _why_not_triton,
-        lambda call: triton.not_for_auto(call.q),
-    ),
-    "forward": Backend(
-        _forward, "nsa_attention on an empty cache", _why_not_forward, _for_longer_prompts
-    ),
-    "prefix": Backend(
-        _prefix, "nsa_attention behind what the cache holds", _why_not_prefix, _for_longer_prompts
-    ),
-    "gather": Backend(_on_torch(cached.gather), "torch: gathers each query's own keys"),
-    "masked": Backend(_on_torch(cached.masked), "torch: all keys under a mask"),
-    "reference": Backend(_reference, "the definition, sequence by sequence"),
+    # Our kernels: a few launches, for up to `slack` tokens.
+    "triton": Backend(_triton, _why_not_triton, lambda call: triton.not_for_auto(call.q)),
+    # `nsa_attention` on an empty cache, or behind what a cache holds.
+    "forward": Backend(_forward, _why_not_forward, _for_longer_prompts),
+    "prefix": Backend(_prefix, _why_not_prefix, _for_longer_prompts),
+    "gather": Backend(_on_torch(cached.gather)),
+    "masked": Backend(_on_torch(cached.masked)),
+    "reference": Backend(_reference),
 }
 
 

@@ -221,8 +221,10 @@ class NSACache:
         """Return a new cache with copies of these sequences, in this order; one may occur twice. A
         larger `capacity` makes room. Its counters start with the keys that its sequences have
         read. Waits for the device. ValueError if the sequences do not fit."""
-        rows = self.places.index("rows", rows)
-        cut = self._like(len(rows), capacity or self.shape.capacity)
+        rows, shape = self.places.index("rows", rows), self.shape
+        sizes = {"dtype": shape.dtype, "page": shape.page, "slack": shape.slack}
+        sizes |= {"device": self.device, "backend": self.backend}
+        cut = NSACache(self.config, len(rows), capacity or shape.capacity, **sizes)
         lengths = self.lengths[rows].tolist()
         cut.reserve(lengths)
         held = [self._pages_of(row, n) for row, n in zip(rows.tolist(), lengths, strict=True)]
@@ -323,11 +325,6 @@ class NSACache:
         if self.pages is None:
             return [row]
         return self.pages.of[row][: self.pages.count(tokens)]
-
-    def _like(self, batch: int, capacity: int) -> "NSACache":
-        sizes = {"dtype": self.shape.dtype, "device": self.device, "slack": self.shape.slack}
-        sizes |= {"page": self.shape.page, "backend": self.backend}
-        return NSACache(self.config, batch, capacity, **sizes)
 
 
 def shape_of(config: ModelConfig, batch: int, capacity: int, **sizes: Any) -> CacheShape:

@@ -50,15 +50,14 @@ class Pages:
                 own.append(page)
         self._write()
 
-    def release(self, row: int, keep: int = 0) -> None:
-        """Free the pages of a sequence beyond its first `keep` tokens."""
-        first = self.count(keep)
-        for page in self.of[row][first:]:
+    def release(self, row: int) -> None:
+        """Free the pages of a sequence."""
+        for page in self.of[row]:
             self.users[page] -= 1
             if not self.users[page]:
                 self._free.append(page)
-        del self.of[row][first:]
-        self._mirror[row, first:] = -1
+        self.of[row].clear()
+        self._mirror[row] = -1
         self._write()
 
     def reorder(

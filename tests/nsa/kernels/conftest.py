@@ -43,6 +43,13 @@ def bfloat16_as_on_a_gpu(monkeypatch):
 
 
 @pytest.fixture
+def on_device():
+    """Make tensors on the device under test."""
+    with torch.device(DEVICE):
+        yield
+
+
+@pytest.fixture
 def run(monkeypatch):
     """Makes launches run, changed or not; on a GPU as they are."""
 

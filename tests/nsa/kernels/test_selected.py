@@ -17,15 +17,10 @@ from nsa.kernels.selected_fwd import selected_forward
 from nsa.kernels.selected_plan import SIZES, Plan, plan
 from nsa.kernels.tiles import Tile
 
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = [pytest.mark.usefixtures("on_device")]
+pytestmark += [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 BASE_BRANCH = 0
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with torch.device(DEVICE):
-        yield
 
 
 def ours(case: Case, given: Given, task: int | None = None, **options) -> dict[str, Tensor]:

@@ -17,13 +17,8 @@ from nsa.kernels.span_common import default_tile as span_tile
 from nsa.kernels.tiles import default_tile
 from nsa.kernels.unions import Unions, nested_unions, unions
 
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with torch.device(DEVICE):
-        yield
+pytestmark = [pytest.mark.usefixtures("on_device")]
+pytestmark += [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 @pytest.mark.full
