@@ -125,6 +125,11 @@ class Drawn:
         return Phi(self.case.phi, *weights, rotary)
 
 
+def of(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """Ones, for calls that are refused for what their tensors are."""
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
 def draw(case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Drawn:
     """Standard normal tensors (gates uniform), rounded to `dtype` first and fp64 never finer."""
 

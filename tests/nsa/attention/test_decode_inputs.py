@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cached_cases import Growth, begun, contents, unchanged
-from cases import TINY, Case
+from cases import TINY, Case, of
 
 from nsa.attention.decode import nsa_decode
 from nsa.attention.registry import Declined
@@ -29,10 +29,6 @@ def call():
 
     run.good = good
     return run
-
-
-def of(*shape, dtype=torch.float32, device="cpu"):
-    return torch.ones(shape, dtype=dtype, device=device)
 
 
 def counts(*values, dtype=torch.int32):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import TINY, Case, draw
+from cases import TINY, Case, draw, of
 from tiny_models import tiny
 
 from nsa.attention import registry
@@ -70,10 +70,6 @@ def test_a_size_may_be_an_int_of_numpys_and_is_kept_as_pythons():
 def test_a_config_cannot_be_changed_into_an_illegal_one():
     with pytest.raises(ValueError, match="no room"):
         replace(TINY, select_count=1)
-
-
-def of(*shape, dtype=torch.float32, device="cpu"):
-    return torch.ones(shape, dtype=dtype, device=device)
 
 
 def bounds(*values, dtype=torch.int32):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate
 from backend_calls import DOUBLE, NAMES, WITH_GRADIENT, exactly_selected, outcome, reference
-from cases import EVEN, ODD, SMALL, TINY, Case, draw
+from cases import EVEN, ODD, SMALL, TINY, Case, draw, of
 
 from nsa import nsa_attention
 from nsa.attention import registry
@@ -258,10 +258,6 @@ def test_with_them_no_other_keys_of_the_compressed_branch_are_read(branches, k):
     made = made if "cmp" in branches else (made[0], None)
     got = nsa_attention(q, keys, values, gates, config, compressed=made, **options)
     assert torch.allclose(got, want, rtol=0, atol=1e-12)
-
-
-def of(*shape):
-    return torch.ones(shape)
 
 
 PACKED = {"cu_seqlens": torch.tensor([0, 12, 20], dtype=torch.int32)}
