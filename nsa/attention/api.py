@@ -130,7 +130,7 @@ def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
 
     `options` are those of `nsa_attention` but backend and strict. TypeError for others.
     """
-    _, _, _, _, _, *known = signature(checked).parameters
+    known = [*signature(checked).parameters][5:]  # behind q, k, v, gates and config
     for name in options:
         if name not in known:
             raise TypeError(
