@@ -59,9 +59,7 @@ def of_limit(df, *, note: str = ""):
 
     The axis starts at 0, unless the range is too large: then it is logarithmic.
     """
-    if not (
-        df["metric"] == "fraction_of_limit"
-    ).any():  # no time was measured
+    if not (df["metric"] == "fraction_of_limit").any():  # no time was measured
         rows = df[(df["metric"] == "latency") & ~df["backend"].isin(LIMITS.values())]
         df = rows.assign(metric="fraction_of_limit", median=float("nan"))
     return _over_tokens(df, "fraction_of_limit", "share of the limit", note)
