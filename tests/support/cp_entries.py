@@ -26,6 +26,7 @@ from nsa.attention.registry import get
 from nsa.model.llama import LanguageModel
 from nsa.parallel import attention
 from nsa.parallel.attention import context_parallel_attention
+from nsa.parallel.collectives import gather_sequence
 from nsa.parallel.mesh import ContextParallel
 from nsa.reference.nsa import nsa
 
@@ -117,6 +118,7 @@ def compared(
     own = context_parallel_attention(*args, context, **options, backend=backend)
     found = gradients(own, layout.shard(do, context.rank).to(dtype), mine.leaves)
     distances = {"o": off(own, layout.shard(o, context.rank))}
+    distances["o, gathered"] = off(gather_sequence(own, context, case.tokens - 1), o[:, :-1])
     for name, gradient in found.items():
         if name.partition("_")[0] in BY_TOKEN:
             distances[name] = off(gradient, layout.shard(wanted[name], context.rank))
