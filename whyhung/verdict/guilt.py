@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from whyhung.verdict.flights import (
@@ -207,12 +208,12 @@ class _Job:
                 why = f"rank {rank} has not called {call_said(call)}, though it had seen as much "
                 why += f"end as {ranks_said(peers)}, which called more{_at(call)}"
                 found[rank] = Blame(rank, "behind", why, call, tuple(peers))
-        places = [_sign(max(self.open[r], key=_order)[1]) for r in found if r in self.open]
+        places = [_sign(max(self.open[r], key=itemgetter(0))[1]) for r in found if r in self.open]
         return {
             rank: one
             for rank, one in found.items()
             if rank not in self.open
-            or places.count(_sign(max(self.open[rank], key=_order)[1])) == 1
+            or places.count(_sign(max(self.open[rank], key=itemgetter(0))[1])) == 1
         }
 
 
@@ -350,7 +351,7 @@ def _of_round(job: _Job, end: set[int]) -> list[Blame | str]:
 
 def _front(mine: list[tuple[int, Open]]) -> list[Open]:
     """Return a rank's oldest open call, with all sends and receives made as one with it."""
-    _, first = min(mine, key=_order)
+    _, first = min(mine, key=itemgetter(0))
     if not isinstance(first, Pair):
         return [first]
     return [
@@ -362,10 +363,6 @@ def _front(mine: list[tuple[int, Open]]) -> list[Open]:
 
 def _began(pair: Pair) -> bool:
     return pair.row.get("state") == "started"
-
-
-def _order(one: tuple[int, Open]) -> int:
-    return one[0]
 
 
 def _sign(call: Open) -> Sign:

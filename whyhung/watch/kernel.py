@@ -134,7 +134,7 @@ class _Reading:
         # It is unknown when an alarm will fire, and which process may send a signal.
         if what := _catches(pid, ours=process.name.startswith(TRIAL)):
             threads = [_could_go_on(x, f"{what} of its program could end that") for x in threads]
-        if _started(pid) != process.started:
+        if not procfs.lives(pid, process.started):
             return replace(process, message="it ended while it was looked at", state="")
         if len(threads) > MOST:
             said.append(f"it has {len(threads)} threads: the waits of {MOST} were read")
@@ -351,11 +351,3 @@ def _switches(pid: int, tid: int) -> str:
             return " ".join(line for line in file if "_ctxt_switches" in line)
     except OSError:
         return ""
-
-
-def _started(pid: int) -> int | None:
-    try:
-        fields = stat(Path(f"/proc/{pid}"))
-        return None if fields[0] in "ZX" else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None

@@ -82,9 +82,9 @@ class _Reading:
                 continue
             with self._noting():
                 wait = self._wait(stack)
-                if wait is not None and not (
-                    type(wait["object"]) is LOCK and _free(wait["object"])
-                ):
+                lock = wait and wait["object"]
+                free = type(lock) is LOCK and not lock.locked()
+                if wait is not None and not free:
                     found.append((ident, wait))
         for _, wait in found:
             self._find_holders(wait)
@@ -341,10 +341,6 @@ def _owner(lock: Any) -> int | None:
     if type(lock).__module__ == "threading" and type(lock).__name__ == "_RLock":
         return _held(lock, "_owner")
     return None
-
-
-def _free(lock: Any) -> bool:
-    return not lock.locked()
 
 
 def _waited_on(frame: FrameType) -> Any:
