@@ -7,7 +7,7 @@ torch writes one file per rank, pickled or JSON, when a collective times out: `_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -69,7 +69,8 @@ def read(folder: Path) -> Dumps:
     found.unread = tuple(
         sorted({int(_RANK.search(file.name)[1]) for file in found.refused} - held.keys())
     )
-    ranks = {rank for rows in found.flights.values() for row in rows for rank in _of(row)}
+    calls = [row for rows in found.flights.values() for row in rows]
+    ranks = {rank for row in calls for rank in row.get("ranks") or ()}
     told = {rank for _, dumped in held.values() for rank in flight_recorder.everybody(dumped)}
     found.world = tuple(sorted({*ranks, *told, *held}))
     for rank, (_, dumped) in sorted(held.items()):
@@ -98,10 +99,6 @@ def _rows(dumped: Mapping[str, Any]) -> Rows:
     if rows and not any(row["op"] and row["state"] for row in rows):
         raise ValueError("none of its entries has the name and the state of a call")
     return rows
-
-
-def _of(row: Mapping[str, Any]) -> Sequence[int]:
-    return row.get("ranks") or ()
 
 
 def _last_s(held: Iterable[tuple[Rows, Mapping[str, Any]]]) -> float:
