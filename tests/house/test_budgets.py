@@ -24,8 +24,8 @@ LINES = {
     "workbook/runs": (6977, 4700),
     "workbook/rooms": (20087, 9500),
     "workbook/cli": (1902, 1150),
-    "workbook": (42677, 25000),
-    "whyhung": (11954, 8500),
+    "workbook": (42674, 25000),
+    "whyhung": (11903, 8500),
     "tests": (64143, 34000),
 }
 PACKAGES = "nsa", "whyhung", "workbook"
