@@ -25,7 +25,7 @@ STUCK = {
     "stop": ({}, {}),
     "gil": ({}, {"deadline_s": 6.0}),
     "native": ({"size": 900}, {}),
-    "slow": ({"operations": 300_000}, {"deadline_s": 1.0, "predicted_s": 0.1}),
+    "slow": ({"operations": 1_500_000}, {"deadline_s": 4.0, "predicted_s": 0.4}),
 }
 
 
