@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Measured on two idle cores; README.md says the same, and a test compares them.
 INSTALL_TAKES := three to four minutes
-TEST_TAKES := about 4 minutes
+TEST_TAKES := four to five minutes
 TEST_ALL_TAKES := about 25 minutes
 
 # A command that fails in a pipe fails the pipe.

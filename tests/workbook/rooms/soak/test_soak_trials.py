@@ -111,6 +111,7 @@ def planted(tmp_path_factory):
     return trials.part("part", spec, folder, deadline_s=120, progress=False)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_leak_is_warned_of_and_stopped_within_a_step_and_its_evidence_stays(planted):
     warned, stopped = table.crossings(planted)
@@ -123,6 +124,7 @@ def test_a_leak_is_warned_of_and_stopped_within_a_step_and_its_evidence_stays(pl
     assert planted.rows["loss"].notna().all()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("spoil", ["no stop", "late warning", "no warning"])
 def test_limits_that_do_not_hold_fail(planted, spoil):
