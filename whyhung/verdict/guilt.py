@@ -8,6 +8,7 @@ given its part; and one that called something else than its peers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -208,13 +209,10 @@ class _Job:
                 why = f"rank {rank} has not called {call_said(call)}, though it had seen as much "
                 why += f"end as {ranks_said(peers)}, which called more{_at(call)}"
                 found[rank] = Blame(rank, "behind", why, call, tuple(peers))
-        places = [_sign(max(self.open[r], key=itemgetter(0))[1]) for r in found if r in self.open]
-        return {
-            rank: one
-            for rank, one in found.items()
-            if rank not in self.open
-            or places.count(_sign(max(self.open[rank], key=itemgetter(0))[1])) == 1
-        }
+        newest = {r: max(self.open[r], key=itemgetter(0))[1] for r in found if r in self.open}
+        places = {rank: _sign(call) for rank, call in newest.items()}
+        count = Counter(places.values())
+        return {r: one for r, one in found.items() if r not in places or count[places[r]] == 1}
 
 
 def blame(

@@ -143,10 +143,8 @@ def _drained(flights: dict[int, Rows], dumps: Mapping[int, Mapping[str, Any]]) -
         ends = {called for called, ended in numbers if called == ended and called is not None}
         here = {row["group"] for row in rows}
         for group, peers in first.items():
-            begin, last = (
-                min(n for n, _ in peers),
-                max((row for _, row in peers), key=itemgetter("seq")),
-            )
+            begin = min(n for n, _ in peers)
+            last = max((row for _, row in peers), key=itemgetter("seq"))
             beyond = [n for n in ends if begin <= n <= last["seq"]]
             if group not in here and rank in last["ranks"] and beyond and begin - 1 not in ends:
                 bare = {"sizes": None, "out_sizes": None, "dtypes": None, "frames": [], "id": None}
