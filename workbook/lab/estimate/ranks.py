@@ -180,6 +180,18 @@ class _Streams:
 
     def replaced(self) -> Iterator[Replaced]:
         yield torch.cuda, "Stream", self._make
-        yield torch.cuda, "Event", mock.Mock()
+        yield torch.cuda, "Event", _Event
         yield torch.cuda, "stream", self._inside
         yield torch.cuda, "current_stream", lambda *_: self._current[-1]
+
+
+class _Event:
+    """Event of torch.cuda that nothing waits for; a class, as torch's own annotations need."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    wait = synchronize = record
