@@ -172,8 +172,13 @@ def difference(spec: dict[str, Any]) -> dict[str, Any]:
 
 def several(spec: dict[str, Any]) -> dict[str, Any]:
     """{"rows"} of the trial `measure` above for each of `settings`, in one process."""
-    known = (memory, operations, attention)
-    measure = {"state": difference, **{one.__name__: one for one in known}}[spec["measure"]]
+    known = {
+        "memory": memory,
+        "operations": operations,
+        "state": difference,
+        "attention": attention,
+    }
+    measure = known[spec["measure"]]
     return {"rows": [measure(one) for one in spec["settings"]]}
 
 
