@@ -31,7 +31,7 @@ def again(folder: Path) -> dict[str, dict]:
 
 
 def metrics_alone(df, folder, of):
-    """What else is shown needs the trials' own evidence; what is held is the table of numbers."""
+    """Table of the metrics alone: everything else in this notebook needs its trials' evidence."""
     return {"tables": {"metrics": df}}
 
 
