@@ -17,10 +17,10 @@ BINDINGS = doc_numbers.bindings()
 # Bound to a run, stated, and neither: a number that is written or bound changes them.
 COUNTED = {
     "README.md": (4, 2, 0),
-    "docs/results.md": (173, 14, 0),
+    "docs/results.md": (182, 14, 0),
     "whyhung/README.md": (46, 66, 0),
     "docs/memory.md": (4, 12, 0),
-    "docs/kernels.md": (105, 953, 0),
+    "docs/kernels.md": (117, 957, 0),
     "docs/generate.md": (27, 6, 0),
     "docs/coverage.md": (32, 0, 63),  # of its notes; most others are sizes and counts of rows
 }
