@@ -17,7 +17,7 @@ BINDINGS = doc_numbers.bindings()
 # Bound to a run, stated, and neither: a number that is written or bound changes them.
 COUNTED = {
     "README.md": (4, 2, 0),
-    "docs/results.md": (182, 14, 0),
+    "docs/results.md": (184, 12, 0),
     "whyhung/README.md": (46, 66, 0),
     "docs/memory.md": (4, 12, 0),
     "docs/kernels.md": (117, 957, 0),
