@@ -145,6 +145,10 @@ def hoard(q, k, v, gates, config):
         held.append(torch.empty(1 << 32, dtype=torch.uint8, device=q.device))
 
 
+def ends_its_process(q, k, v, gates, config):
+    os.abort()
+
+
 def four_arguments(q, k, v, gates):
     return q
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from whyhung.process.child import standing
+from whyhung.process.child import so_far, standing
 
 
 def echo(spec):
@@ -16,6 +16,16 @@ def echo(spec):
 
 def environment(spec):
     return {"value": os.environ.get(spec["name"])}
+
+
+def half(spec):
+    """Stores what it has twice, then ends as spec says: one more call, a result, or a sleep."""
+    for number in (1, 2):
+        so_far({"measured": number})
+    if "call" in spec:
+        globals()[spec["call"]](spec)
+    time.sleep(spec.get("seconds", 0))
+    return {"measured": 3}
 
 
 def sleep(spec):

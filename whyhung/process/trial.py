@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whyhung.process import child, family
@@ -43,6 +43,7 @@ class Outcome:
     returncode: int | None
     evidence: str = ""  # the traceback's tail, the stacks at the deadline, or the tail of stderr
     alone: bool = True  # no other trial of its sweep ran beside it
+    so_far: dict | None = None  # what `child.so_far` stored last, unless "ok"
 
 
 class Stopped(Exception):
@@ -65,7 +66,8 @@ def run_child(
     The child finds the modules that this process finds, has its own session, and is ended with
     everything it started when it returns, when `deadline_s` (start-up included) has passed, when
     this process dies, or when `stop` is set. `env` is added to this process's environment;
-    `folder` keeps spec.json, result.json, stdout.txt and stderr.txt (None: nothing is kept).
+    `folder` keeps spec.json, result.json, stdout.txt and stderr.txt, and so_far.json of a function
+    that stored one and did not return (None: nothing is kept).
     `watch` is called with the child's pid while it runs, many times a second; once it returns a
     reason, the child is ended as at a deadline, with that as its message. `python` is another
     interpreter with its own packages: from this one's path it gets only what is not installed.
@@ -85,7 +87,9 @@ def run_child(
     with _files_in(folder) as files, family.guarded(cookie) as guard:
         spec_file, result, stderr = (files / n for n in ("spec.json", "result.json", "stderr.txt"))
         spec_file.write_text(text, encoding="utf-8")
-        result.unlink(missing_ok=True)
+        so_far = files / "so_far.json"
+        for old in (result, so_far):
+            old.unlink(missing_ok=True)
         kills, started = kernel_kills(), time.monotonic()
         with open(files / "stdout.txt", "wb") as out, open(stderr, "wb") as err:
             process = subprocess.Popen(
@@ -126,13 +130,18 @@ def run_child(
             family.end_family(cookie, roots)
             process.wait()
         if seen is not None:
-            return Outcome("timeout", None, seconds, late, process.returncode, seen)
+            code, stored = process.returncode, child.read(so_far)
+            return Outcome("timeout", None, seconds, late, code, seen, so_far=stored)
         left = child.read(result, {})
         if left.get("refused"):
             module, _, name = entry.partition(":")
             raise ValueError(f"{entry!r} cannot be run: {module} has no {name!r}")
         killed = (kernel_kills() or 0) > (kills or 0)
-        return _outcome(process.returncode, left, seconds, stderr, killed)
+        ended = _outcome(process.returncode, left, seconds, stderr, killed)
+        if ended.status == "ok":
+            so_far.unlink(missing_ok=True)
+            return ended
+        return replace(ended, so_far=child.read(so_far))
 
 
 @contextlib.contextmanager

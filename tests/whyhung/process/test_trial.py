@@ -89,6 +89,28 @@ def test_how_it_ended_is_told_with_what_it_left(name, spec, status, returncode, 
     assert outcome.message.startswith(message) and evidence in outcome.evidence
 
 
+@pytest.mark.parametrize(
+    ("spec", "status"),
+    [
+        ({"seconds": 60}, "timeout"),
+        ({"call": "kill_itself"}, "crash"),
+        ({"call": "value_error"}, "error"),
+        ({"call": "leave_early", "code": 0}, "error"),
+    ],
+)
+def test_a_trial_that_does_not_return_leaves_what_it_has_stored(spec, status, tmp_path):
+    outcome = run("half", spec, deadline_s=5 if "seconds" in spec else 60, folder=tmp_path)
+    assert (outcome.status, outcome.result, outcome.so_far) == (status, None, {"measured": 2})
+    assert run("sleep", {"seconds": 0}, folder=tmp_path).so_far is None
+    assert not (tmp_path / "so_far.json").exists()
+
+
+def test_a_trial_that_returns_has_its_result_alone(tmp_path):
+    outcome = run("half", folder=tmp_path)
+    assert (outcome.status, outcome.result, outcome.so_far) == ("ok", {"measured": 3}, None)
+    assert not (tmp_path / "so_far.json").exists()
+
+
 def test_a_kill_is_oom_if_the_kernel_counted_one(monkeypatch):
     counts = iter([4, 5])
     monkeypatch.setattr(trial, "kernel_kills", lambda: next(counts))

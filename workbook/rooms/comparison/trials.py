@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from whyhung.process import gpus
+from whyhung.process.child import so_far
 from whyhung.process.trial import Outcome
 from workbook.lab import sweep
 from workbook.lab.measure import limits
@@ -55,8 +56,9 @@ def compare(
     a budget somewhat below it lets the child report what did not fit. budget_s: for all; a shape
     that would start later is not run. share_s: for each implementation, see `bench`. workers:
     concurrent shapes on a CPU, where Triton's kernels are interpreted; on "cuda" one per visible
-    GPU. chosen: arguments of `all_implementations`. A child without a result leaves a cell for
-    each implementation, with `outcome` "oom", "error" or "not run" and the reason.
+    GPU. chosen: arguments of `all_implementations`. A child that does not return leaves the cells
+    that it has measured, and one for each other implementation, with `outcome` "oom", "error" or
+    "not run" and the reason.
     """
     every = all_implementations(**chosen)
     common = chosen | {"device": device, "threads": threads, "cpu_memory": True, "cap_s": share_s}
@@ -72,7 +74,8 @@ def compare(
             lost["message"] = f"{PROCESS}: {ended.status}, {ended.message}"
         if ended.status in ("oom", "error"):
             lost["outcome"] = ended.status
-        return [empty(shape, implementation, device) | lost for implementation in every]
+        done = (ended.so_far or {}).get("cells", [])
+        return done + [empty(shape, one, device) | lost for one in every[len(done) :]]
 
     ended = sweep.measure(
         entry,
@@ -95,7 +98,13 @@ def measure_spec(spec: dict) -> dict:
     shapes = [Shape.from_dict(values) for values in given.pop("shapes")]
     if threads := given.pop("threads", None):
         torch.set_num_threads(threads)
-    return {"cells": bench(shapes, say=lambda line: print(line, flush=True), **given)}
+    cells: list[dict] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        so_far({"cells": cells})
+
+    return {"cells": bench(shapes, say=say, into=cells, **given)}
 
 
 def bench(

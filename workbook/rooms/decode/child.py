@@ -18,7 +18,7 @@ from nsa.attention.decode import nsa_decode
 from nsa.attention.registry import Declined
 from nsa.model.capture import on_stream
 from nsa.reference.attend import attend
-from whyhung.process.child import is_out_of_memory
+from whyhung.process.child import is_out_of_memory, so_far
 from workbook.lab.measure import accuracy, limits, timing
 from workbook.lab.measure.accuracy import AccuracyError
 from workbook.lab.measure.recorders import live_cpu_storages
@@ -87,6 +87,7 @@ def measure_cell(spec: dict) -> dict:
             kind = "oom" if is_out_of_memory(error) else "error"
             row |= {"outcome": kind, "message": _brief(error), "ms": {}}
         rows.append(row)
+        so_far({"rows": rows, "ceilings": asdict(ceilings)})
         print(f"{subject.name}: {row['outcome']} {row['ms']} {row['message']}", flush=True)
         gc.collect()
         if device.type == "cuda":

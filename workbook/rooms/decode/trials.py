@@ -47,8 +47,9 @@ def measure(
 ) -> list[Result]:
     """Measure the cells, in order; deadlines, workers and GPUs are as in `sweep.measure`.
 
-    chosen: backends, pages, dense and peers, as in `child.subjects`. A child without a result
-    leaves a row for each subject with its outcome, "oom", "error" or "not run", and the reason.
+    chosen: backends, pages, dense and peers, as in `child.subjects`. A child that
+    does not return leaves the rows that it has measured, and one for each other subject with its
+    outcome, "oom", "error" or "not run", and the reason.
     """
     common = chosen | {"device": device, "threads": threads}
     ended = sweep.measure(
@@ -70,13 +71,17 @@ def measure(
 
 def result_of(cell: Cell, ended: Outcome, every: Sequence) -> Result:
     """Result of a cell from how its process ended."""
+    found = ended.result if ended.status == "ok" else ended.so_far
+    rows, ceilings = (found["rows"], Ceilings(**found["ceilings"])) if found else ([], UNKNOWN)
     if ended.status == "ok":
-        return Result(cell, ended.result["rows"], Ceilings(**ended.result["ceilings"]))
+        return Result(cell, rows, ceilings)
     status = ended.status if ended.status in ("oom", "not run") else "error"
     lost = {"outcome": status, "message": f"the process: {ended.status}, {ended.message}", "ms": {}}
     same = ("name", "operation", "layout")
-    rows = [{name: getattr(subject, name) for name in same} | lost for subject in every]
-    return Result(cell, rows)
+    rest = [
+        {name: getattr(subject, name) for name in same} | lost for subject in every[len(rows) :]
+    ]
+    return Result(cell, rows + rest, ceilings)
 
 
 def _told(result: dict) -> str:

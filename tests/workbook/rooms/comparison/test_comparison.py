@@ -383,6 +383,17 @@ def test_a_shape_whose_process_crashes_leaves_rows_and_the_others(tmp_path):
     assert table.notes(frame(*cells)).loc["gather", "T"] == "64"
 
 
+@pytest.mark.processes
+@pytest.mark.full
+def test_who_ends_the_process_costs_nobody_who_was_measured_before():
+    peers = {"peers": ["bench_peers:right", "bench_peers:ends_its_process"], "backends": ["gather"]}
+    shape = Shape(40, 2, 1, 16, 16, dtype="fp32", config=TINY_CONFIG)
+    cells = trials.compare([shape], deadline_s=120, with_dense=False, threads=1, **peers)
+    right, late = cells[1:3]
+    assert right["outcome"] == "ok" and {"forward", "backward"} <= set(right["latency_ms"])
+    assert late["outcome"] == "not run" and "crash, ended by SIGABRT" in late["message"]
+
+
 def test_a_shape_after_the_budget_is_not_run():
     cells = trials.compare([MAIN], deadline_s=9, budget_s=1e-9, backends=["gather"])
     assert {c["outcome"] for c in cells} == {"not run"}

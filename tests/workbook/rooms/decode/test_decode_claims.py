@@ -1,6 +1,6 @@
 """The verdicts on decoding, its tables and figures, on results as they could be measured."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import matplotlib.pyplot as plt
 import pytest
@@ -163,6 +163,17 @@ def test_a_child_that_was_lost_leaves_a_row_for_each_and_decides_nothing():
     assert {row["outcome"] for row in crash.rows} == {"error"}
     for figure in (plots.latency([one], "", True), plots.sizes([one], "", True)):
         plt.close(figure)
+
+
+def test_a_child_that_was_lost_half_way_leaves_what_it_has_measured():
+    every = subjects([], [64, 256], True, [], True)
+    whole = result(CELLS[0])
+    so_far = {"rows": whole.rows[:2], "ceilings": asdict(whole.ceilings)}
+    half = Outcome("timeout", None, 9.0, "still running after 9 s", -15, so_far=so_far)
+    one = trials.result_of(CELLS[0], half, every)
+    assert one.rows[:2] == whole.rows[:2] and one.ceilings == whole.ceilings
+    assert [row["name"] for row in one.rows] == [subject.name for subject in every]
+    assert {row["outcome"] for row in one.rows[2:]} == {"error"}
 
 
 def test_from_which_length_it_pays_is_told_for_batches_with_more_than_one():
