@@ -84,7 +84,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Run the cells until the deadline, on time.perf_counter; return the rows, also in rows.jsonl.
 
-    A cell that fails leaves a row whose outcome is "error", and the others run.
+    A cell that fails leaves a row whose outcome is "error", and the others run; one that the
+    deadline cuts off leaves an "unfinished" row, with its losses so far.
     """
     from workbook.rooms.quality.child import OutOfTime, amounts_of, run_cell
 
@@ -113,8 +114,7 @@ def run(
             try:
                 row = row or run_cell(cell, text, work, until=deadline - evaluation, **given)
             except OutOfTime as stopped:
-                _say(str(stopped))
-                continue
+                row, fresh = stopped.row, False
             except Exception as error:
                 row = {"cell": cell.to_dict(), "outcome": "error"}
                 row["message"] = f"{type(error).__name__}: {str(error)[:2000]}"

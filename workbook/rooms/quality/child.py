@@ -65,7 +65,11 @@ class _Kept:
 
 
 class OutOfTime(Exception):
-    """Time is up; what the cell has done is saved."""
+    """Time is up; what the cell has done is saved. row: the cell's, "unfinished"."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        super().__init__(row["message"])
+        self.row = row
 
 
 def train_cell(spec: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +154,9 @@ def run_cell(
                 say(f"step {trainer.steps_done} of {cell.steps}: {bits:.4f} bits, {seconds:.0f} s")
             if clock() > until and trainer.steps_done < cell.steps:
                 _save(trainer, kept, folder)
-                raise OutOfTime(f"{cell.name} saved after step {trainer.steps_done}")
+                row = _facts(cell, trainer, kept, seen.record(), shards, _bytes(held_out))
+                message = f"saved after step {trainer.steps_done} of {cell.steps}"
+                raise OutOfTime(row | {"outcome": "unfinished", "message": message})
         row = _facts(cell, trainer, kept, seen.record(), shards, _bytes(held_out))
         if row["outcome"] == "ok":
             row |= _evaluated(cell, trainer.model, held_out, amounts, folder, say)

@@ -51,8 +51,11 @@ def test_a_cell_cut_off_in_the_middle_goes_on_bit_for_bit(tmp_path, text, monkey
     monkeypatch.setattr(child, "CHUNK", 1)
     one = cell()
     row = run_cell(one, text, tmp_path / "whole", device="cpu", amounts=FEW)
-    with pytest.raises(OutOfTime, match=r"saved after step 5"):
+    with pytest.raises(OutOfTime, match=r"saved after step 5 of") as stopped:
         run_cell(one, text, tmp_path / "cut", device="cpu", amounts=FEW, until=9, clock=Ticks())
+    cut = stopped.value.row
+    assert (cut["cell"], cut["outcome"], cut["steps"]) == (one.to_dict(), "unfinished", 5)
+    assert cut["losses"] == row["losses"][:5] and "bits" not in cut
     said = []
     again = run_cell(one, text, tmp_path / "cut", device="cpu", amounts=FEW, say=said.append)
     assert said[0] == "resumed after step 5"
