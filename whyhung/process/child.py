@@ -25,7 +25,7 @@ from whyhung.process.family import die_with_parent, let_others_look
 
 PATH = "NSA_TRIAL_PATH"
 FOLDER = "NSA_RANK_FOLDER"
-SO_FAR = "NSA_TRIAL_SO_FAR"  # file of this trial's unfinished result
+SO_FAR = "NSA_TRIAL_SO_FAR"  # file of a trial's unfinished result
 TAIL_LINES = 30
 _HERE = os.path.dirname(__file__)
 _NO_MEMORY = (
@@ -144,7 +144,6 @@ def main(entry: str, spec_file: str, result: str) -> int:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         standing("starting")
     else:
-        os.environ[SO_FAR] = os.path.join(os.path.dirname(result), "so_far.json")
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks of a late trial
     try:
         spec = json.loads(Path(spec_file).read_text(encoding="utf-8"))

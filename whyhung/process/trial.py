@@ -101,7 +101,7 @@ def run_child(
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                env=_environment(env or {}, cookie, python) | guard,
+                env=_environment(env or {}, cookie, python) | guard | {child.SO_FAR: str(so_far)},
             )
         seen = late = None
         roots = {process.pid}
@@ -129,9 +129,9 @@ def run_child(
                 roots = roots - {process.pid}  # reaped, so the PID may have been reused
             family.end_family(cookie, roots)
             process.wait()
+        stored = child.read(so_far)
         if seen is not None:
-            code, stored = process.returncode, child.read(so_far)
-            return Outcome("timeout", None, seconds, late, code, seen, so_far=stored)
+            return Outcome("timeout", None, seconds, late, process.returncode, seen, so_far=stored)
         left = child.read(result, {})
         if left.get("refused"):
             module, _, name = entry.partition(":")
@@ -141,7 +141,7 @@ def run_child(
         if ended.status == "ok":
             so_far.unlink(missing_ok=True)
             return ended
-        return replace(ended, so_far=child.read(so_far))
+        return replace(ended, so_far=stored)
 
 
 @contextlib.contextmanager

@@ -47,9 +47,9 @@ def measure(
 ) -> list[Result]:
     """Measure the cells, in order; deadlines, workers and GPUs are as in `sweep.measure`.
 
-    chosen: backends, pages, dense and peers, as in `child.subjects`. A child that
-    does not return leaves the rows that it has measured, and one for each other subject with its
-    outcome, "oom", "error" or "not run", and the reason.
+    chosen: backends, pages, dense and peers, as in `child.subjects`. A child that does not return
+    leaves the rows that it has measured, and one for each other subject with its outcome, "oom",
+    "error" or "not run", and the reason.
     """
     common = chosen | {"device": device, "threads": threads}
     ended = sweep.measure(

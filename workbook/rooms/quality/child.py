@@ -152,12 +152,13 @@ def run_cell(
                     kept.selected.append({"bytes": kept.curve[-1][0], "layers": layers})
                 _save(trainer, kept, folder)
                 say(f"step {trainer.steps_done} of {cell.steps}: {bits:.4f} bits, {seconds:.0f} s")
-            if clock() > until and trainer.steps_done < cell.steps:
-                _save(trainer, kept, folder)
-                row = _facts(cell, trainer, kept, seen.record(), shards, _bytes(held_out))
-                message = f"saved after step {trainer.steps_done} of {cell.steps}"
-                raise OutOfTime(row | {"outcome": "unfinished", "message": message})
+            if clock() > until:
+                break
         row = _facts(cell, trainer, kept, seen.record(), shards, _bytes(held_out))
+        if trainer.steps_done < cell.steps and _finite(kept):
+            _save(trainer, kept, folder)
+            message = f"saved after step {trainer.steps_done} of {cell.steps}"
+            raise OutOfTime(row | {"outcome": "unfinished", "message": message})
         if row["outcome"] == "ok":
             row |= _evaluated(cell, trainer.model, held_out, amounts, folder, say)
     folder.mkdir(parents=True, exist_ok=True)
