@@ -119,6 +119,9 @@ def test_what_dense_attention_does_not_learn_is_no_credit_to_nsa(dense, claim):
     found += [row("dense", seed, **dense) for seed in range(3)]
     told = [c for c in claims.all_claims(found) if claim in c.claim]
     assert told and {c.verdict for c in told} == {"NOT APPLICABLE"}
+    equal = [c.claim for c in claims.all_claims(found) if " equal " in c.claim]
+    early = ["attention itself gains little beyond 2k" in claim for claim in equal]
+    assert early == ["fall" in dense] * 2
 
 
 def test_a_diverged_seed_is_counted_and_stands_in_no_mean():
