@@ -17,7 +17,8 @@ BINDINGS = doc_numbers.bindings()
 # Bound to a run, stated, and neither: a number that is written or bound changes them.
 COUNTED = {
     "README.md": (4, 2, 0),
-    "docs/results.md": (184, 12, 0),
+    "docs/results.md": (186, 12, 0),
+    "docs/quality.md": (195, 38, 0),
     "whyhung/README.md": (46, 66, 0),
     "docs/memory.md": (4, 12, 0),
     "docs/kernels.md": (117, 957, 0),
@@ -58,7 +59,7 @@ def test_no_number_is_without_a_source(document):
 def test_every_document_with_bindings_is_counted_and_every_run_bound_is_cited():
     assert {one.document for one in BINDINGS} == set(COUNTED)
     for one in BINDINGS:
-        runs = re.findall(r"'run': '([^']+)'", str(one.entry))
+        runs = re.findall(r"'run': '([^'/]+)", str(one.entry))
         text = doc_numbers.read(one.document)
         assert [run for run in runs if run.rpartition("-")[2] not in text and run not in text] == []
 
@@ -108,6 +109,18 @@ def test_a_number_holds_to_its_last_digit(text, value, holds):
 def test_a_text_that_does_not_stand_there_once_is_refused(entry, complaint):
     with pytest.raises(ValueError, match=complaint):
         Binding("docs/results.md", entry).shown()
+
+
+def test_a_number_of_several_json_rows_is_their_least_most_or_mean():
+    asked = {"run": "13_quality-83cc776a/rows.jsonl", "variant": "nsa", "column": "curve.7.0"}
+    seeds = [doc_numbers.value(asked | {"seed": seed, "column": "bits"}) for seed in range(3)]
+    found = [doc_numbers.value(asked | {"column": "bits", how: True}) for how in ("least", "most")]
+    assert found == [min(seeds), max(seeds)]
+    mean = doc_numbers.value(asked | {"column": "bits", "mean": True})
+    assert mean == pytest.approx(sum(seeds) / 3)
+    assert doc_numbers.value(asked | {"mean": True}) == 393707320
+    with pytest.raises(ValueError, match="0 rows have"):  # only dense attention's rows have it
+        doc_numbers.value(asked | {"column": "coverage.0.nsa.far", "mean": True})
 
 
 def test_rows_that_are_several_or_none_are_refused():

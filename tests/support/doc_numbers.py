@@ -3,17 +3,18 @@
 An entry has `text`, a piece of its document with `{}` for each number, which stands there once or
 first `after` another piece; or `from` and `to`, between which all numbers are. Where they are from:
 
-    run      a folder of runs/. `where`: columns and settings of metrics.csv that
-             one row alone has; `each`: the same for each number, beside `where`
+    run      a folder of runs/, for its metrics.csv, or a file of rows as JSON lines. `where`:
+             columns and settings that one row alone has; `each`: the same for each number,
+             beside `where`
     says     a piece of a claim of that run with `{}` for numbers, of which those at `take` are
              shown; `only`: of the claims with this expression; `again`: of those that a function
              of workbook.rooms makes of its rows today
     prints   a piece of what the run's notebook printed, likewise
     stated   why no run has them: a public figure, an aim, a script's
 
-`where` and `each` may have `run`, `column` (median), `scale` (1), `over` and `less` (divided by
-another row, or that taken off), `least` or `most` (of several rows). A number holds where its
-run's value rounds to the digits that are shown.
+`where` and `each` may have `run`, `column` (median; with dots a path in a JSON row), `scale` (1),
+`over` and `less` (divided by another row, or that taken off), `least`, `most` or `mean` (of several
+rows). A number holds where its run's value rounds to the digits that are shown.
 """
 
 import csv
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -39,7 +41,8 @@ NAMED = re.compile(
     r"(?:\b(?:T|HQ|HKV|G|D|DV|n|w|l|d|l'|seed|step|steps|torch|Triton|Python|Eq\.|fla-core|phase|"
     r"version|notebook|from|ranks?|sm_|arXiv|rows?|[0-9]{2}_\w+)\s*|[A-Za-z_^/-])$"
 )
-SPEAKS = ("run", "column", "scale", "over", "less", "least", "most")
+OF_SEVERAL = {min: "least", max: "most", fmean: "mean"}
+SPEAKS = ("run", "column", "scale", "over", "less", *OF_SEVERAL.values())
 
 
 @dataclass(frozen=True)
@@ -118,23 +121,38 @@ class Binding:
 
 
 def value(asked: dict[str, Any]) -> float:
-    """The number of the one row that has what is asked, or of the least or most of several."""
+    """The number of the one row that has what is asked, or of the least, the most or the mean of
+    several."""
     asked = dict(asked)
     run, column, scale = asked.pop("run"), asked.pop("column", "median"), asked.pop("scale", 1)
-    over, less, least, most = (asked.pop(key, None) for key in ("over", "less", "least", "most"))
+    over, less = (asked.pop(key, None) for key in ("over", "less"))
+    several = [how for how in (min, max, fmean) if asked.pop(OF_SEVERAL[how], None)]
     found = [row for row in rows(run) if all(row.get(key) == v for key, v in asked.items())]
-    numbers = [float(row[column]) for row in found if row[column] not in ("", None)]
-    if not numbers or (len(numbers) > 1 and not least and not most):
+    numbers = [float(one) for row in found if (one := within(row, column)) not in ("", None)]
+    if not numbers or (len(numbers) > 1 and not several):
         raise ValueError(f"{run}: {len(numbers)} rows have {asked}")
-    taken = (max if most else min)(numbers)
+    [how] = several or [min]
     other = {"run": run, "column": column} | asked
-    taken -= value(other | less) if less else 0
+    taken = how(numbers) - (value(other | less) if less else 0)
     return scale * taken / (value(other | over) if over else 1)
+
+
+def within(row: Any, path: str) -> Any:
+    """What stands at a path as tasks.needle.0; None if nothing does."""
+    for step in path.split("."):
+        row = row.get(step) if isinstance(row, dict) else row[int(step)]
+        if row is None:
+            return None
+    return row
 
 
 @cache
 def rows(run: str) -> list[dict[str, Any]]:
-    """metrics.csv, with the settings of each row beside its columns and x_value as a number."""
+    """metrics.csv, with the settings of each row beside its columns and x_value as a number; or
+    the JSON lines of a file, with the settings of their cell beside them."""
+    if run.endswith(".jsonl"):
+        lines = [json.loads(line) for line in folder(run).read_text().splitlines()]
+        return [line["cell"] | line for line in lines]
     with (folder(run) / "metrics.csv").open() as file:
         found = [json.loads(row["config"]) | row for row in csv.DictReader(file)]
     return [row | {"x_value": float(row["x_value"] or "nan")} for row in found]
