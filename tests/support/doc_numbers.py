@@ -138,7 +138,7 @@ def value(asked: dict[str, Any]) -> float:
 
 
 def within(row: Any, path: str) -> Any:
-    """What stands at a path as tasks.needle.0; None if nothing does."""
+    """Value at a path as tasks.needle.0; None if nothing stands there."""
     for step in path.split("."):
         row = row.get(step) if isinstance(row, dict) else row[int(step)]
         if row is None:
