@@ -16,7 +16,7 @@ if not in_git():
 BINDINGS = doc_numbers.bindings()
 # Bound to a run, stated, and neither: a number that is written or bound changes them.
 COUNTED = {
-    "README.md": (4, 2, 0),
+    "README.md": (6, 2, 0),
     "docs/results.md": (186, 12, 0),
     "docs/quality.md": (195, 38, 0),
     "whyhung/README.md": (46, 66, 0),
