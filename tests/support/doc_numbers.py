@@ -12,9 +12,10 @@ first `after` another piece; or `from` and `to`, between which all numbers are. 
     prints   a piece of what the run's notebook printed, likewise
     stated   why no run has them: a public figure, an aim, a script's
 
-`where` and `each` may have `run`, `column` (median; with dots a path in a JSON row), `scale` (1),
-`over` and `less` (divided by another row, or that taken off), `least`, `most` or `mean` (of several
-rows). A number holds where its run's value rounds to the digits that are shown.
+`where` and `each` may have `run`, `column` (median; with dots a path in a JSON row, which begins
+`below` another), `scale` (1), `over` and `less` (divided by another row, or that taken off),
+`least`, `most` or `mean` (of several rows). A number holds where its run's value rounds to the
+digits that are shown.
 """
 
 import csv
@@ -31,7 +32,7 @@ from typing import Any
 import yaml
 from places import ROOT
 
-from workbook.runs import metrics
+from workbook.runs import measured, metrics
 
 BINDINGS = ROOT / "docs/numbers.yaml"
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -41,8 +42,8 @@ NAMED = re.compile(
     r"(?:\b(?:T|HQ|HKV|G|D|DV|n|w|l|d|l'|seed|step|steps|torch|Triton|Python|Eq\.|fla-core|phase|"
     r"version|notebook|from|ranks?|sm_|arXiv|rows?|[0-9]{2}_\w+)\s*|[A-Za-z_^/-])$"
 )
-OF_SEVERAL = {min: "least", max: "most", fmean: "mean"}
-SPEAKS = ("run", "column", "scale", "over", "less", *OF_SEVERAL.values())
+OF_SEVERAL = {"least": min, "most": max, "mean": fmean}
+SPEAKS = ("run", "column", "below", "scale", "over", "less", *OF_SEVERAL)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ def value(asked: dict[str, Any]) -> float:
     asked = dict(asked)
     run, column, scale = asked.pop("run"), asked.pop("column", "median"), asked.pop("scale", 1)
     over, less = (asked.pop(key, None) for key in ("over", "less"))
-    several = [how for how in (min, max, fmean) if asked.pop(OF_SEVERAL[how], None)]
+    several = [how for name, how in OF_SEVERAL.items() if asked.pop(name, False)]
+    if below := asked.pop("below", ""):
+        column = f"{below}.{column}"
     found = [row for row in rows(run) if all(row.get(key) == v for key, v in asked.items())]
     numbers = [float(one) for row in found if (one := within(row, column)) not in ("", None)]
     if not numbers or (len(numbers) > 1 and not several):
@@ -151,8 +154,7 @@ def rows(run: str) -> list[dict[str, Any]]:
     """metrics.csv, with the settings of each row beside its columns and x_value as a number; or
     the JSON lines of a file, with the settings of their cell beside them."""
     if run.endswith(".jsonl"):
-        lines = [json.loads(line) for line in folder(run).read_text().splitlines()]
-        return [line["cell"] | line for line in lines]
+        return [row["cell"] | row for row in measured.read([str(folder(run))])]
     with (folder(run) / "metrics.csv").open() as file:
         found = [json.loads(row["config"]) | row for row in csv.DictReader(file)]
     return [row | {"x_value": float(row["x_value"] or "nan")} for row in found]

@@ -72,8 +72,8 @@ def falls_with_position(rows: Rows, tokens: int) -> Claim:
     sentence = f"at {length(tokens)} NSA's loss falls from position {length(FROM)} on"
     if tokens < 2 * FROM:
         return Claim.not_here(sentence, f"rows of {length(tokens)} do not go far beyond it")
-    mine, dense = _fall(rows, BASE, tokens), _fall(rows, DENSE, tokens)
-    found = table.paired(rows, DENSE, BASE, tokens, lambda row: table.falls(row, FROM))
+    mine, dense = (table.over_seeds(rows, variant, tokens, _fall) for variant in (BASE, DENSE))
+    found = table.paired(rows, DENSE, BASE, tokens, _fall)
     if mine.values and dense.values:
         sentence += f" by {mine.told()} bits a byte, as dense's does by {dense.told()}"
     if dense.values and dense.mean < FALL:
@@ -107,14 +107,16 @@ def control_loses(rows: Rows, tokens: int, variant: str) -> Claim:
     return _decided(rows, tokens, sentence, found, most=0.0, aim=False)
 
 
-def _fall(rows: Rows, variant: str, tokens: int) -> Interval:
-    return table.over_seeds(rows, variant, tokens, lambda row: table.falls(row, FROM))
+def _fall(row: dict[str, Any]) -> float:
+    return table.falls(row, FROM)
 
 
 def _too_early(rows: Rows, tokens: int) -> str:
     """Warning where dense attention does not use distance: NSA learns to copy first, and may be
     passed later (docs/quality.md)."""
-    dense = _fall(rows, DENSE, tokens) if tokens >= 2 * FROM else Interval(())
+    if tokens < 2 * FROM:
+        return ""
+    dense = table.over_seeds(rows, DENSE, tokens, _fall)
     if not dense.values or dense.mean >= FALL:
         return ""
     told = f"; it may be too early: dense attention itself gains little beyond {length(FROM)}"
