@@ -18,17 +18,22 @@ FALL = 0.02  # bits a byte; where dense's loss falls by less, there is nothing t
 FROM = 2048  # positions beyond which the loss must still fall
 LEARNT = 3.0  # bits a byte; worse models have learnt hardly more than which bytes are frequent
 UNLEARNT = f"dense attention itself has more than {LEARNT:g} bits a byte: too little was learnt"
+NAMES = {BASE: "NSA", DENSE: "dense"}
 NO_SEEDS = "no two seeds of both ended well"
 
 
 def all_claims(rows: Rows) -> list[Claim]:
-    """Claims of every length, and of divergence."""
+    """Claims of every length, and of divergence. Another variant of several seeds is held against
+    dense attention as NSA is, and against NSA."""
     found = [nothing_diverged(rows)]
     for tokens in table.lengths(rows):
-        found.append(as_good_at_equal_tokens(rows, tokens))
-        found.append(better_at_equal_minutes(rows, tokens))
-        found.append(falls_with_position(rows, tokens))
-        found += [recalls_as_dense(rows, tokens, kind) for kind in KINDS]
+        for variant in table.compared(rows, tokens):
+            found.append(as_good_at_equal_tokens(rows, tokens, variant))
+            found.append(better_at_equal_minutes(rows, tokens, variant))
+            found.append(falls_with_position(rows, tokens, variant))
+            found += [recalls_as_dense(rows, tokens, kind, variant) for kind in KINDS]
+            if variant != BASE:
+                found.append(as_good_at_equal_tokens(rows, tokens, variant, BASE))
         found += [control_loses(rows, tokens, variant) for variant in CONTROLS]
     return found
 
@@ -44,36 +49,40 @@ def nothing_diverged(rows: Rows) -> Claim:
     return Claim(sentence, verdict_of(not count), {"outcomes": ended}).over(lost)
 
 
-def as_good_at_equal_tokens(rows: Rows, tokens: int) -> Claim:
-    """Claim that NSA's bits a byte are at most 0.5 % above dense's, on the same bytes."""
-    dense = table.over_seeds(rows, DENSE, tokens, table.bits).mean
-    found = table.paired(rows, BASE, DENSE, tokens, table.bits)
-    share = Interval(tuple(100 * value / dense for value in found.values))
-    told = f"{share.told('+.2f')} % of dense's bits a byte more, " if share.values else ""
-    sentence = f"at {length(tokens)} and equal tokens NSA has {told}at most {100 * CLOSE:g} %"
-    sentence += "" if told else " more bits a byte than dense"
-    sentence += _too_early(rows, tokens)
+def as_good_at_equal_tokens(
+    rows: Rows, tokens: int, variant: str = BASE, other: str = DENSE
+) -> Claim:
+    """Claim that a variant's bits a byte are at most 0.5 % above another's, on the same bytes."""
+    base = table.over_seeds(rows, other, tokens, table.bits).mean
+    found = table.paired(rows, variant, other, tokens, table.bits)
+    share = Interval(tuple(100 * value / base for value in found.values))
+    told = f"{share.told('+.2f')} % of {_name(other)}'s bits a byte more, " if share.values else ""
+    sentence = f"at {length(tokens)} and equal tokens {_name(variant)} has {told}"
+    sentence += f"at most {100 * CLOSE:g} %"
+    sentence += "" if told else f" more bits a byte than {_name(other)}"
+    sentence += _too_early(rows, tokens) if other == DENSE else ""
     return _decided(rows, tokens, sentence, share, most=100 * CLOSE)
 
 
-def better_at_equal_minutes(rows: Rows, tokens: int) -> Claim:
-    """Claim that NSA has fewer bits a byte after the seconds that the faster of the two took."""
-    sentence = f"at {length(tokens)} and equal minutes NSA has fewer bits a byte than dense"
+def better_at_equal_minutes(rows: Rows, tokens: int, variant: str = BASE) -> Claim:
+    """Claim that it has fewer bits a byte after the seconds that the faster of both took."""
+    sentence = f"at {length(tokens)} and equal minutes {_name(variant)} has fewer bits a byte"
+    sentence += " than dense"
     if any(row.get("device") == "cpu" for row in rows):
         return Claim.not_here(sentence, "seconds of a CPU say nothing about a GPU's")
-    found = table.equal_minutes(rows, tokens)
+    found = table.equal_minutes(rows, tokens, variant)
     sentence += f": {found.told('+.4f')}" if found.values else ""
     sentence += _too_early(rows, tokens)
     return _decided(rows, tokens, sentence, found, most=0.0)
 
 
-def falls_with_position(rows: Rows, tokens: int) -> Claim:
-    """Claim that NSA's loss falls beyond 2k by at least as much as dense's, but for a tenth."""
-    sentence = f"at {length(tokens)} NSA's loss falls from position {length(FROM)} on"
+def falls_with_position(rows: Rows, tokens: int, variant: str = BASE) -> Claim:
+    """Claim that its loss falls beyond 2k by at least as much as dense's, but for a tenth."""
+    sentence = f"at {length(tokens)} {_name(variant)}'s loss falls from position {length(FROM)} on"
     if tokens < 2 * FROM:
         return Claim.not_here(sentence, f"rows of {length(tokens)} do not go far beyond it")
-    mine, dense = (table.over_seeds(rows, variant, tokens, _fall) for variant in (BASE, DENSE))
-    found = table.paired(rows, DENSE, BASE, tokens, _fall)
+    mine, dense = (table.over_seeds(rows, one, tokens, _fall) for one in (variant, DENSE))
+    found = table.paired(rows, DENSE, variant, tokens, _fall)
     if mine.values and dense.values:
         sentence += f" by {mine.told()} bits a byte, as dense's does by {dense.told()}"
     if dense.values and dense.mean < FALL:
@@ -81,15 +90,14 @@ def falls_with_position(rows: Rows, tokens: int) -> Claim:
     return _decided(rows, tokens, sentence, found, most=dense.mean / 10)
 
 
-def recalls_as_dense(rows: Rows, tokens: int, kind: str) -> Claim:
-    """Claim that NSA answers at least as many bytes as dense at the trained length."""
-    mine, dense = (
-        table.over_seeds(rows, variant, tokens, table.accuracy(kind)) for variant in (BASE, DENSE)
-    )
-    found = table.paired(rows, DENSE, BASE, tokens, table.accuracy(kind))
+def recalls_as_dense(rows: Rows, tokens: int, kind: str, variant: str = BASE) -> Claim:
+    """Claim that it answers at least as many bytes as dense at the trained length."""
+    correct = table.accuracy(kind)
+    mine, dense = (table.over_seeds(rows, one, tokens, correct) for one in (variant, DENSE))
+    found = table.paired(rows, DENSE, variant, tokens, correct)
     mean, other = (f"{x.told('.3f')}, " if x.values else "" for x in (mine, dense))
-    sentence = f"at {length(tokens)} NSA's accuracy of {kind} is {mean}at least that of dense, "
-    sentence += f"{other}less {SHARE:g}"
+    sentence = f"at {length(tokens)} {_name(variant)}'s accuracy of {kind} is {mean}at least that "
+    sentence += f"of dense, {other}less {SHARE:g}"
     if dense.values and dense.mean < FOUND:
         return Claim.not_here(sentence, f"dense attention itself answers fewer than {FOUND:g}")
     return _decided(rows, tokens, sentence, found, most=SHARE)
@@ -105,6 +113,10 @@ def control_loses(rows: Rows, tokens: int, variant: str) -> Claim:
     if found.values:
         sentence += f": {Interval(tuple(-x for x in found.values)).told('+.4f')} bits a byte"
     return _decided(rows, tokens, sentence, found, most=0.0, aim=False)
+
+
+def _name(variant: str) -> str:
+    return NAMES.get(variant, variant)
 
 
 def _fall(row: dict[str, Any]) -> float:

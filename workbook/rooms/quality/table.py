@@ -1,6 +1,7 @@
 """Tables and intervals of the comparison. Draws nothing."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from workbook.rooms.quality.cells import BASE, BYTES, DENSE, Cell
+from workbook.rooms.quality.cells import BASE, BYTES, CONTROLS, DENSE, Cell
 from workbook.rooms.quality.planted import DENSITY, KINDS, PAIRS
 from workbook.runs.looks import length
 
@@ -66,6 +67,14 @@ def variants(rows: Rows) -> list[str]:
     return list(dict.fromkeys(row["cell"]["variant"] for row in rows))
 
 
+def compared(rows: Rows, tokens: int) -> list[str]:
+    """NSA, and each other variant that was trained at this length on two seeds or more and is
+    neither dense attention nor a control."""
+    seeds = Counter(row["cell"]["variant"] for row in rows if row["cell"]["tokens"] == tokens)
+    others = [name for name, count in seeds.items() if count > 1 and name not in (BASE, *CONTROLS)]
+    return [BASE, *(name for name in others if not name.startswith(DENSE))]
+
+
 def over_seeds(rows: Rows, variant: str, tokens: int, value: Callable[[dict], float]) -> Interval:
     """A number of each seed's row."""
     return Interval(tuple(value(row) for row in of(rows, variant, tokens).values()))
@@ -113,13 +122,13 @@ def at_seconds(row: dict[str, Any], seconds: float) -> float:
     return float(np.interp(seconds, when, values))
 
 
-def equal_minutes(rows: Rows, tokens: int) -> Interval:
-    """Differences NSA - dense after the seconds that the faster of the two took.
+def equal_minutes(rows: Rows, tokens: int, variant: str = BASE) -> Interval:
+    """Differences variant - dense after the seconds that the faster of the two took.
 
     The slower one's rate has not fallen to its end there, so this favours the faster one.
     """
     found = []
-    for mine, its in pairs(rows, BASE, DENSE, tokens):
+    for mine, its in pairs(rows, variant, DENSE, tokens):
         seconds = min(row["curve"][-1][1] for row in (mine, its))
         found.append(at_seconds(mine, seconds) - at_seconds(its, seconds))
     return Interval(tuple(found))
@@ -172,14 +181,17 @@ def notes(rows: Rows) -> pandas.DataFrame:
 
 
 def selected(rows: Rows) -> pandas.DataFrame:
-    """Table of what NSA's layers select, means over seeds: gates, unions, forced and chosen."""
-    lines = []
-    for tokens in lengths(rows):
-        mine = list(of(rows, BASE, tokens).values())
+    """Table of what layers select, means over seeds: gates, unions, forced and chosen; with the
+    variant where there is another than NSA."""
+    lines, shown = [], [(n, variant) for n in lengths(rows) for variant in compared(rows, n)]
+    several = any(variant != BASE for _, variant in shown)
+    for tokens, variant in shown:
+        mine = list(of(rows, variant, tokens).values())
         for at in mine[0]["selections"] if mine else ():
             layers = [row["selections"][at] for row in mine]
             for number, same in enumerate(zip(*layers, strict=True)):
-                line = {"T": length(tokens), "read at": length(int(at)), "layer": number}
+                line = {"T": length(tokens)} | ({"variant": variant} if several else {})
+                line |= {"read at": length(int(at)), "layer": number}
                 gates = np.mean([one["gates"] for one in same], 0)
                 line |= dict(zip(("g_cmp", "g_slc", "g_win"), gates.round(2), strict=True))
                 line["entropy"] = round(mean(one["entropy"] for one in same), 2)

@@ -99,6 +99,36 @@ def test_each_claim_can_fail(nsa, claim, verdict):
     assert found.verdict == verdict
 
 
+def with_arm(seeds=3, **arm):
+    return rows() + [row("shared-kv", seed, **arm) for seed in range(seeds)]
+
+
+@pytest.mark.parametrize(
+    ("arm", "claim", "verdict"),
+    [
+        ({}, "shared-kv", "PASS"),
+        ({"bits": 1.52}, "shared-kv has +1.33", "AIM MISSED"),
+        ({"bits": 1.52}, "of NSA's bits a byte more", "AIM MISSED"),
+        ({"seconds": 400.0}, "equal minutes shared-kv", "AIM MISSED"),
+        ({"fall": 0.1}, "shared-kv's loss falls from position", "AIM MISSED"),
+        ({"accuracy": 0.5}, "shared-kv's accuracy of tracking", "AIM MISSED"),
+    ],
+)
+def test_a_variant_of_several_seeds_is_held_against_dense_attention_and_nsa(arm, claim, verdict):
+    told = claims.all_claims(with_arm(**arm))
+    assert {one.verdict for one in told if claim in one.claim} == {verdict}
+    assert sum("shared-kv" in one.claim for one in told) == 7
+    assert [one.verdict for one in told if "shared-kv" not in one.claim] == ["PASS"] * 9
+    assert not any("shared-kv" in one.claim for one in claims.all_claims(with_arm(seeds=1, **arm)))
+
+
+def test_a_variant_s_selections_stand_beside_nsa_s():
+    picked = row("nsa", 0)["selections"]
+    both = table.selected(with_arm(selections=picked))
+    assert list(both["variant"]) == ["nsa", "shared-kv"]
+    assert "variant" not in table.selected(with_arm(seeds=1, selections=picked))
+
+
 def test_what_the_interval_leaves_open_is_inconclusive():
     found = rows(noise=0.01)
     assert claims.as_good_at_equal_tokens(found, T).verdict == "INCONCLUSIVE"
