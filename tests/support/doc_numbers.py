@@ -3,9 +3,9 @@
 An entry has `text`, a piece of its document with `{}` for each number, which stands there once or
 first `after` another piece; or `from` and `to`, between which all numbers are. Where they are from:
 
-    run      a folder of runs/, for its metrics.csv, or a file of rows as JSON lines. `where`:
-             columns and settings that one row alone has; `each`: the same for each number,
-             beside `where`
+    run      a folder of runs/, for its metrics.csv; with /rows, for the JSON rows of a training;
+             or a file of rows as JSON lines. `where`: columns and settings that one row alone
+             has; `each`: the same for each number, beside `where`
     says     a piece of a claim of that run with `{}` for numbers, of which those at `take` are
              shown; `only`: of the claims with this expression; `again`: of those that a function
              of workbook.rooms makes of its rows today
@@ -32,6 +32,7 @@ from typing import Any
 import yaml
 from places import ROOT
 
+from workbook.rooms.quality import trials
 from workbook.runs import measured, metrics
 
 BINDINGS = ROOT / "docs/numbers.yaml"
@@ -152,9 +153,11 @@ def within(row: Any, path: str) -> Any:
 @cache
 def rows(run: str) -> list[dict[str, Any]]:
     """metrics.csv, with the settings of each row beside its columns and x_value as a number; or
-    the JSON lines of a file, with the settings of their cell beside them."""
-    if run.endswith(".jsonl"):
-        return [row["cell"] | row for row in measured.read([str(folder(run))])]
+    the rows of trainings, with the settings of their cell beside them."""
+    if run.endswith((".jsonl", "/rows")):
+        name = run.removesuffix("/rows")
+        found = trials.of_run(folder(name)) if name != run else measured.read([str(folder(run))])
+        return [row["cell"] | row for row in found]
     with (folder(run) / "metrics.csv").open() as file:
         found = [json.loads(row["config"]) | row for row in csv.DictReader(file)]
     return [row | {"x_value": float(row["x_value"] or "nan")} for row in found]

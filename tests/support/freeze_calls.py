@@ -64,8 +64,7 @@ def decode(df, folder, of):
 def quality(df, folder, of):
     """Its rows are a record beside the run, which its parameters name."""
     here = room("quality", "claims", "plots", "table", "trials")
-    values = parameters.read_file(folder / "parameters.yaml")
-    rows = here.trials.read(values["rows"], here.trials.cells(values)[0])
+    rows = here.trials.of_run(folder)
     claims = {str(n): one for n, one in enumerate(here.claims.all_claims(rows))}
     return {
         "tables": {

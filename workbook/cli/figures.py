@@ -117,7 +117,8 @@ def _of_run(rule: dict, run):
     stored = Run(run.folder)
     plot, shown = _named(rule["plot"]), stored.metrics()
     if "read" in rule:
-        shown = _named(rule["read"])([run.folder / rule["file"]])
+        of = [run.folder / rule["file"]] if "file" in rule else run.folder
+        shown = _named(rule["read"])(of)
     given = dict(rule.get("arguments", {}))
     if "note" in inspect.signature(plot).parameters:
         given["note"] = stored.devices()

@@ -15,11 +15,12 @@ from whyhung.watch.evidence import Evidence, thinned
 from whyhung.watch.flight_recorder import kept
 from workbook.lab import sweep
 from workbook.lab.search.ledger import Ledger
-from workbook.runs import environment, identity, metrics
+from workbook.runs import environment, identity, measured, metrics, parameters
 from workbook.runs.files import (
     lighten,
     read_json,
     rounded_paths,
+    tracked_files,
     write_atomically,
     write_json,
     write_notebook,
@@ -65,12 +66,20 @@ def keep(folder: str | Path) -> list[str]:
         write_notebook(notebook, small)
     for picture in folder.glob("figures/*.svg"):
         write_atomically(picture, rounded_paths(picture.read_text(encoding="utf-8")))
-    files = [path for path in folder.iterdir() if path.name not in NOT_KEPT and path.name[0] != "."]
+    left = {*NOT_KEPT, measured.FILE} if _reads_tracked(folder) else NOT_KEPT
+    files = [path for path in folder.iterdir() if path.name not in left and path.name[0] != "."]
     names = [path.relative_to(folder).as_posix() for path in (*files, *_kept(folder))]
     command = ["git", "-C", str(folder), "add", "--force", "--", *sorted(names)]
     done = subprocess.run(command, capture_output=True, text=True)
     why = (done.stderr.strip().splitlines() or ["no git"])[0]
     return [*told, f"not added to git: {why}" if done.returncode else f"added to git: {folder}"]
+
+
+def _reads_tracked(folder: Path) -> bool:
+    """Return True if the run's rows were read from files that git tracks, and need no copy."""
+    place, top = folder / "parameters.yaml", environment.PACKAGE.parent
+    rows = place.is_file() and parameters.read_file(place).get("rows")
+    return bool(rows) and set(rows) <= set(tracked_files(top, "runs"))
 
 
 def check_source(folder: Path, top: Path = environment.PACKAGE.parent) -> None:

@@ -19,7 +19,7 @@ from whyhung.verdict import judge
 from workbook.cli import main as cli
 from workbook.lab.search.ledger import Ledger
 from workbook.runs import environment, identity, keep, run
-from workbook.runs.files import read_json, write_json
+from workbook.runs.files import read_json, tracked_files, write_json
 from workbook.runs.record import load
 
 ID, OTHER, DIGITS = "0123456789ab", "ba9876543210", "123456789012"
@@ -115,6 +115,24 @@ def test_keeping_adds_to_git_what_is_evidence_and_nothing_else(kept_run):
     assert {"record.json", "verdicts.json", f"trials/{ID}/verdict.json"} <= set(added)
     assert {name.split("/")[1] for name in added if "/" in name} == {ID, DIGITS, "print-schedule"}
     assert "report.html" not in added
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_rows_that_git_has_in_the_file_they_were_read_from_are_kept_once(
+    kept_run, elsewhere, monkeypatch
+):
+    top = kept_run.parents[2]
+    monkeypatch.setattr(environment, "PACKAGE", top / "nsa")
+    read = kept_run.parent / "rows_of_a_gpu.jsonl"
+    read.write_text("{}\n")
+    (kept_run / "rows.jsonl").write_text("{}\n")
+    (kept_run / "parameters.yaml").write_text(f"rows: [{read.relative_to(top)}]\n")
+    subprocess.run(["git", "init", "-q", top], check=True)
+    if elsewhere:
+        subprocess.run(["git", "-C", top, "add", read], check=True)
+    keep.keep(kept_run)
+    assert ("rows.jsonl" in tracked_files(kept_run)) is not elsewhere
 
 
 @pytest.mark.processes

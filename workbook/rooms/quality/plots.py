@@ -120,7 +120,8 @@ def selection_while_training(rows: Rows, note: str):
             seen = [look["bytes"] / MIB for look in row["selected"]]
             gates = np.array([[x["gates"] for x in look["layers"]] for look in row["selected"]])
             for layer, line in enumerate(gates.sum(-1).T):
-                sums.plot(seen, line, color=looks.series(layer)[0], label=f"layer {layer}")
+                look = {"color": looks.series(layer)[0], "ls": _style(layer)}
+                sums.plot(seen, line, label=f"layer {layer}", **look)
             gates = (gates / gates.sum(-1, keepdims=True)).mean(1)
             for number, name in enumerate(("compressed", "selected", "window")):
                 shares.plot(seen, gates[:, number], color=looks.series(number)[0], label=name)

@@ -11,12 +11,12 @@ from whyhung.process import gpus
 from workbook.lab import sweep
 from workbook.rooms.quality.cells import BASE, BYTES, DENSE, Cell, cells_of, text_of
 from workbook.rooms.quality.planted import KINDS
-from workbook.runs import measured, metrics
+from workbook.runs import measured, metrics, parameters
 from workbook.runs.measured import FILE, write
 
 ENTRY = "workbook.rooms.quality.child:train_cell"
 MAX_TEXT = 8 << 20  # bytes of a CPU's training text, which reads less of it
-__all__ = ["FILE", "cells", "check_parameters", "measure", "read", "to_metrics", "write"]
+__all__ = ["FILE", "cells", "check_parameters", "measure", "of_run", "read", "to_metrics", "write"]
 
 Rows = Sequence[dict[str, Any]]
 SAME = ("model", "bytes", "batch_tokens", "lr", "precision", "vocab")  # of cells that are compared
@@ -57,6 +57,12 @@ def read(files: Sequence[str], cell: Cell) -> list[dict[str, Any]]:
         told = "; or ".join(dict.fromkeys(_differences(other, wanted) for other in others))
         raise ValueError(f"rows={list(files)} hold no cell of these parameters, but with {told}")
     return mine
+
+
+def of_run(folder: Path) -> list[dict[str, Any]]:
+    """Rows of a stored run: its own file, or where that was not kept, those that it read."""
+    values, own = parameters.read_file(folder / "parameters.yaml"), folder / FILE
+    return read([str(own)] if own.is_file() else values["rows"], cells(values)[0])
 
 
 def _differences(other: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
