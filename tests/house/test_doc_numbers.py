@@ -18,7 +18,7 @@ BINDINGS = doc_numbers.bindings()
 COUNTED = {
     "README.md": (9, 2, 0),
     "docs/results.md": (199, 14, 0),
-    "docs/quality.md": (255, 46, 0),
+    "docs/quality.md": (255, 47, 0),
     "whyhung/README.md": (46, 66, 0),
     "docs/memory.md": (4, 12, 0),
     "docs/kernels.md": (117, 957, 0),
