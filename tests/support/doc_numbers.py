@@ -154,10 +154,11 @@ def within(row: Any, path: str) -> Any:
 def rows(run: str) -> list[dict[str, Any]]:
     """metrics.csv, with the settings of each row beside its columns and x_value as a number; or
     the rows of trainings, with the settings of their cell beside them."""
-    if run.endswith((".jsonl", "/rows")):
-        name = run.removesuffix("/rows")
-        found = trials.of_run(folder(name)) if name != run else measured.read([str(folder(run))])
-        return [row["cell"] | row for row in found]
+    if run.endswith("/rows"):
+        trained = trials.of_run(folder(run.removesuffix("/rows")))
+        return [row["cell"] | row for row in trained]
+    if run.endswith(".jsonl"):
+        return [row["cell"] | row for row in measured.read([str(folder(run))])]
     with (folder(run) / "metrics.csv").open() as file:
         found = [json.loads(row["config"]) | row for row in csv.DictReader(file)]
     return [row | {"x_value": float(row["x_value"] or "nan")} for row in found]

@@ -117,8 +117,7 @@ def _of_run(rule: dict, run):
     stored = Run(run.folder)
     plot, shown = _named(rule["plot"]), stored.metrics()
     if "read" in rule:
-        of = [run.folder / rule["file"]] if "file" in rule else run.folder
-        shown = _named(rule["read"])(of)
+        shown = _named(rule["read"])(run.folder)
     given = dict(rule.get("arguments", {}))
     if "note" in inspect.signature(plot).parameters:
         given["note"] = stored.devices()

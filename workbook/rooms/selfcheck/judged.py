@@ -12,6 +12,7 @@ from workbook.rooms.selfcheck.registry import Fault
 
 NOTHING = "not run"
 LATE = "the time for all of them was over"
+FILE = "selfcheck.json"  # of a run, a row a trial
 _FILE = re.compile(r"(?:[\w./-]*/)?tests/whyhung/programs/\w+/\w+\.py")
 _MODULE = re.compile(r"\bfaults\.\w+(?::\w+)?")
 _HIDDEN = ("subject", "settings", "command")  # of a spec
@@ -102,6 +103,11 @@ def read(files: Iterable[str | Path]) -> list[Judged]:
     found = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
     rows = [content["rows"] if isinstance(content, dict) else content for content in found]
     return [Judged.from_dict(row) for mine in rows for row in mine]
+
+
+def of_run(folder: Path) -> list[Judged]:
+    """Read rows of a stored run."""
+    return read([folder / FILE])
 
 
 def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:

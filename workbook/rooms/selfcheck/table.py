@@ -10,7 +10,7 @@ import pandas
 
 from whyhung.process.trial import Outcome
 from whyhung.verdict import KINDS
-from workbook.rooms.selfcheck.judged import Judged, matrix
+from workbook.rooms.selfcheck.judged import FILE, Judged, matrix
 from workbook.rooms.selfcheck.registry import Fault
 from workbook.runs.files import plain, write_json
 
@@ -141,7 +141,7 @@ def planted(faults: Iterable[Fault]) -> pandas.DataFrame:
 def write_evidence(folder: str | Path, rows: Iterable[Judged]) -> None:
     """Write selfcheck.json into `folder`: a row per trial, paths cut to their last two parts."""
     found = [row.to_dict() | {"because": [_short(why) for why in row.because]} for row in rows]
-    write_json(Path(folder, "selfcheck.json"), plain(found))
+    write_json(Path(folder, FILE), plain(found))
 
 
 def matrix_of(rows: Sequence[Judged], *, controls: bool) -> pandas.DataFrame:
